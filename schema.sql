@@ -1,0 +1,339 @@
+-- pg-outbox, schema version 1: the outbox, what the relays say of themselves, and the writer's door.
+--
+-- Runs as it is with psql for a schema named outbox; `pg-outbox migrate` runs it for any other name, in one
+-- transaction and under a lock. The name of the schema stands only between quotes ("outbox" as an identifier,
+-- 'outbox' as a string), which is what is replaced.
+
+CREATE SCHEMA IF NOT EXISTS "outbox";
+COMMENT ON SCHEMA "outbox" IS 'pg-outbox: events that a relay publishes to a broker';
+
+CREATE TABLE "outbox".outbox_schema (
+    version     integer     NOT NULL PRIMARY KEY,
+    migrated_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE "outbox".outbox_schema IS 'One row for each schema version that was installed; the highest is in force';
+COMMENT ON COLUMN "outbox".outbox_schema.version IS 'Schema version';
+COMMENT ON COLUMN "outbox".outbox_schema.migrated_at IS 'When it was installed';
+
+-- ---------------------------------------------------------------------------------------------------- events
+
+-- Header names: 1 to 255 bytes, no control characters, not the relay's own prefix. Values: strings without NUL, CR or
+-- LF. Together at most 16 KiB.
+CREATE FUNCTION "outbox".outbox_headers_ok(headers jsonb) RETURNS boolean
+LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
+RETURN CASE WHEN jsonb_typeof(headers) = 'object' THEN (
+    SELECT coalesce(bool_and(jsonb_typeof(h.value) = 'string'
+                             AND octet_length(h.key) BETWEEN 1 AND 255
+                             AND h.key !~ E'[\\x01-\\x1f\\x7f]'
+                             AND left(lower(h.key), 7) <> 'outbox-'
+                             AND (h.value #>> '{}') !~ E'[\\r\\n]')
+                    AND sum(octet_length(h.key) + octet_length(h.value #>> '{}')) <= 16384, true)
+      FROM jsonb_each(headers) AS h) ELSE false END;
+COMMENT ON FUNCTION "outbox".outbox_headers_ok(jsonb) IS 'Whether a header map keeps the limits; used by a CHECK';
+
+CREATE TABLE "outbox".outbox (
+    -- CACHE 1: a session that keeps numbers in reserve would hand out a lower one after a higher one was
+    -- committed, and order inside an aggregate is the order of these numbers.
+    id                   bigint      GENERATED ALWAYS AS IDENTITY (CACHE 1) PRIMARY KEY,
+    aggregate_key        bigint      NOT NULL GENERATED ALWAYS AS
+                                     (hashtextextended(aggregate_id, hashtextextended(aggregate_type, 0))) STORED,
+    event_id             uuid        NOT NULL UNIQUE,
+    lease_id             bigint,
+    locked_until         timestamptz,
+    next_attempt_at      timestamptz NOT NULL DEFAULT now(),
+    created_at           timestamptz NOT NULL DEFAULT now(),
+    not_before           timestamptz,
+    retry_since          timestamptz,
+    published_at         timestamptz,
+    died_at              timestamptz,
+    discarded_at         timestamptz,
+    attempts             integer     NOT NULL DEFAULT 0,
+    unexplained_failures integer     NOT NULL DEFAULT 0,
+    in_doubt             boolean     NOT NULL DEFAULT false,
+    status               text        NOT NULL DEFAULT 'pending',
+    locked_by            text,
+    aggregate_type       text        NOT NULL,
+    aggregate_id         text        NOT NULL,
+    event_type           text        NOT NULL,
+    content_type         text        NOT NULL DEFAULT 'application/json',
+    headers              jsonb       NOT NULL DEFAULT '{}',
+    last_error           text,
+    discard_note         text,
+    payload              bytea       NOT NULL,
+    CONSTRAINT status_is_known CHECK (status IN ('pending', 'published', 'dead', 'discarded')),
+    CONSTRAINT aggregate_type_has_1_to_255_bytes CHECK (octet_length(aggregate_type) BETWEEN 1 AND 255),
+    CONSTRAINT aggregate_id_has_1_to_255_bytes CHECK (octet_length(aggregate_id) BETWEEN 1 AND 255),
+    CONSTRAINT event_type_has_1_to_255_bytes CHECK (octet_length(event_type) BETWEEN 1 AND 255),
+    CONSTRAINT content_type_has_1_to_255_bytes CHECK (octet_length(content_type) BETWEEN 1 AND 255),
+    CONSTRAINT names_have_no_control_characters CHECK (
+        aggregate_type !~ E'[\\x01-\\x1f\\x7f]' AND aggregate_id !~ E'[\\x01-\\x1f\\x7f]'
+        AND event_type !~ E'[\\x01-\\x1f\\x7f]' AND content_type !~ E'[\\x01-\\x1f\\x7f]'),
+    CONSTRAINT headers_are_strings_of_at_most_16384_bytes_without_line_breaks CHECK (
+        headers = '{}' OR "outbox".outbox_headers_ok(headers)),
+    CONSTRAINT payload_has_at_most_67108864_bytes CHECK (octet_length(payload) <= 67108864),
+    CONSTRAINT times_are_finite CHECK (isfinite(next_attempt_at) AND isfinite(created_at))
+) WITH (
+    -- Room for the version that a claim writes on the same page, so that a claim touches no index (HOT).
+    fillfactor = 60,
+    -- Dead versions slow the claim down long before a fifth of the table has changed.
+    autovacuum_vacuum_scale_factor = 0.02,
+    autovacuum_vacuum_threshold = 5000,
+    autovacuum_vacuum_insert_scale_factor = 0.05,
+    autovacuum_analyze_scale_factor = 0.05,
+    autovacuum_analyze_threshold = 5000,
+    autovacuum_vacuum_cost_delay = 1
+);
+
+COMMENT ON TABLE "outbox".outbox IS 'Events. Write through outbox_append(), which keeps the order of an aggregate';
+COMMENT ON COLUMN "outbox".outbox.id IS 'Order inside an aggregate; grows, with gaps';
+COMMENT ON COLUMN "outbox".outbox.aggregate_key IS '64-bit hash of aggregate type and id; two aggregates that share one wait for each other, no more';
+COMMENT ON COLUMN "outbox".outbox.event_id IS 'The id that every delivery of this event carries';
+COMMENT ON COLUMN "outbox".outbox.lease_id IS 'The claim that holds the row; every later write must name it';
+COMMENT ON COLUMN "outbox".outbox.locked_until IS 'When the lease lapses';
+COMMENT ON COLUMN "outbox".outbox.next_attempt_at IS 'Not due before this; later than created_at once the event was put off, retried or requeued';
+COMMENT ON COLUMN "outbox".outbox.created_at IS 'When the event was appended';
+COMMENT ON COLUMN "outbox".outbox.not_before IS 'The delivery time that the writer asked for; the lag is measured from it';
+COMMENT ON COLUMN "outbox".outbox.retry_since IS 'First failure of the present series; NULL while none';
+COMMENT ON COLUMN "outbox".outbox.published_at IS 'When the verdict "published" was written';
+COMMENT ON COLUMN "outbox".outbox.died_at IS 'When it last became dead';
+COMMENT ON COLUMN "outbox".outbox.discarded_at IS 'When an operator discarded it';
+COMMENT ON COLUMN "outbox".outbox.attempts IS 'Claims, less those that were given back; counted at the claim';
+COMMENT ON COLUMN "outbox".outbox.unexplained_failures IS 'Unclassified failures, and claims that never came back';
+COMMENT ON COLUMN "outbox".outbox.in_doubt IS 'An earlier attempt may have reached the broker';
+COMMENT ON COLUMN "outbox".outbox.status IS 'pending, published, dead or discarded; dead holds the aggregate like pending';
+COMMENT ON COLUMN "outbox".outbox.locked_by IS 'The relay that holds it, for people; still set at the next claim means that the holder never came back';
+COMMENT ON COLUMN "outbox".outbox.aggregate_type IS 'Kind of aggregate, and the destination';
+COMMENT ON COLUMN "outbox".outbox.aggregate_id IS 'Which aggregate';
+COMMENT ON COLUMN "outbox".outbox.event_type IS 'What happened';
+COMMENT ON COLUMN "outbox".outbox.content_type IS 'MIME type of the payload';
+COMMENT ON COLUMN "outbox".outbox.headers IS 'The writer''s headers, names and string values';
+COMMENT ON COLUMN "outbox".outbox.last_error IS 'Text of the last failure; survives a requeue';
+COMMENT ON COLUMN "outbox".outbox.discard_note IS 'Who discarded it and why';
+COMMENT ON COLUMN "outbox".outbox.payload IS 'Bytes, carried unchanged';
+
+-- The jump: from the head of one aggregate to the head of the next, past everything that is held behind it.
+CREATE INDEX outbox_unfinished ON "outbox".outbox (aggregate_key, id) WHERE status IN ('pending', 'dead');
+COMMENT ON INDEX "outbox".outbox_unfinished IS 'Heads of aggregates, and what is held behind them';
+
+-- Events whose time was moved (put off, retried, requeued), by that time. Fresh ones are not in it.
+CREATE INDEX outbox_waiting ON "outbox".outbox (next_attempt_at, id) WHERE status = 'pending' AND next_attempt_at > created_at;
+COMMENT ON INDEX "outbox".outbox_waiting IS 'Retries, requeues and delayed events in the order in which they become due';
+
+CREATE INDEX outbox_dead ON "outbox".outbox (aggregate_key, id) WHERE status = 'dead';
+COMMENT ON INDEX "outbox".outbox_dead IS 'Dead letters, and the aggregates that they hold';
+
+-- The payload as text where it is text, for people.
+CREATE FUNCTION "outbox".outbox_text(payload bytea) RETURNS text
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    RETURN convert_from(payload, 'UTF8');
+EXCEPTION WHEN character_not_in_repertoire OR untranslatable_character OR invalid_text_representation THEN
+    RETURN NULL;
+END $body$;
+COMMENT ON FUNCTION "outbox".outbox_text(bytea) IS 'Bytes as text; NULL where they are no UTF-8';
+
+CREATE VIEW "outbox".outbox_events AS
+SELECT id, event_id, aggregate_type, aggregate_id, event_type, status,
+       "outbox".outbox_text(payload) AS payload_text, octet_length(payload) AS payload_bytes, content_type, headers,
+       attempts, unexplained_failures, next_attempt_at, locked_by, locked_until, retry_since, last_error,
+       created_at, not_before, published_at, died_at, discarded_at, discard_note
+  FROM "outbox".outbox;
+COMMENT ON VIEW "outbox".outbox_events IS 'Events for people: the payload as text where it is text';
+
+-- ---------------------------------------------------------------------------------------------------- relays
+
+CREATE TABLE "outbox".outbox_relay (
+    relay_id      text        NOT NULL,
+    worker        integer     NOT NULL,
+    started_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    heartbeat_at  timestamptz DEFAULT clock_timestamp(),
+    paused_types  text[]      NOT NULL DEFAULT '{}',
+    paused_reason text,
+    paused_since  timestamptz,
+    published     bigint      NOT NULL DEFAULT 0,
+    retried       bigint      NOT NULL DEFAULT 0,
+    dead_lettered bigint      NOT NULL DEFAULT 0,
+    lease_lost    bigint      NOT NULL DEFAULT 0,
+    PRIMARY KEY (relay_id, worker)
+) WITH (fillfactor = 30, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500);
+COMMENT ON TABLE "outbox".outbox_relay IS 'What each thread of each relay says of itself, and its counters, which are written with what they count';
+COMMENT ON COLUMN "outbox".outbox_relay.relay_id IS 'The relay, stable across restarts';
+COMMENT ON COLUMN "outbox".outbox_relay.worker IS 'Its thread: 0 claims, 1 and up publish. A row each, so that they never wait for each other';
+COMMENT ON COLUMN "outbox".outbox_relay.started_at IS 'When the thread last started';
+COMMENT ON COLUMN "outbox".outbox_relay.heartbeat_at IS 'Its last progress; NULL after a clean stop. A relay is alive while the oldest of its beats is younger than 30 s';
+COMMENT ON COLUMN "outbox".outbox_relay.paused_types IS 'Destinations that are paused; {*} for the whole broker';
+COMMENT ON COLUMN "outbox".outbox_relay.paused_reason IS 'Why';
+COMMENT ON COLUMN "outbox".outbox_relay.paused_since IS 'Since when';
+COMMENT ON COLUMN "outbox".outbox_relay.published IS 'Events marked as published';
+COMMENT ON COLUMN "outbox".outbox_relay.retried IS 'Failures that will be retried';
+COMMENT ON COLUMN "outbox".outbox_relay.dead_lettered IS 'Events marked as dead';
+COMMENT ON COLUMN "outbox".outbox_relay.lease_lost IS 'Events whose verdict or renewal came too late, so that another claim had them';
+
+CREATE TABLE "outbox".outbox_wakeup (
+    relay_id text        NOT NULL PRIMARY KEY,
+    until    timestamptz NOT NULL
+) WITH (fillfactor = 30, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 100);
+COMMENT ON TABLE "outbox".outbox_wakeup IS 'Idle relays that want a NOTIFY; writers send none while it is empty, because a NOTIFY serialises commits';
+COMMENT ON COLUMN "outbox".outbox_wakeup.relay_id IS 'The relay that sleeps';
+COMMENT ON COLUMN "outbox".outbox_wakeup.until IS 'Until when it wants one, so that a killed relay costs the writers nothing for long';
+
+-- Every metric of the relay in one row. Its owner reads the tables, so whoever may read the view sees no event.
+CREATE VIEW "outbox".outbox_metrics AS
+SELECT rows.*, held.held_rows, relays.*, counters.*
+  FROM (SELECT count(*) FILTER (WHERE status = 'pending') AS pending_rows,
+               count(*) FILTER (WHERE status = 'pending' AND retry_since IS NOT NULL) AS retrying_rows,
+               count(*) FILTER (WHERE status = 'pending' AND locked_until > clock_timestamp()) AS leased_rows,
+               count(*) FILTER (WHERE status = 'dead') AS dead_rows,
+               greatest(0, extract(epoch FROM clock_timestamp() - min(coalesce(not_before, created_at))
+                   FILTER (WHERE status = 'pending')))::float8 AS oldest_pending_age_seconds,
+               greatest(0, extract(epoch FROM clock_timestamp() - min(died_at)
+                   FILTER (WHERE status = 'dead')))::float8 AS oldest_dead_age_seconds
+          FROM "outbox".outbox WHERE status IN ('pending', 'dead')) AS rows,
+       (SELECT count(*) AS held_rows
+          FROM (SELECT aggregate_key, min(id) AS id FROM "outbox".outbox WHERE status = 'dead' GROUP BY aggregate_key) AS dead
+          JOIN "outbox".outbox AS later ON later.aggregate_key = dead.aggregate_key AND later.id > dead.id
+               AND later.status IN ('pending', 'dead') AND later.status = 'pending') AS held,
+       (SELECT count(*) FILTER (WHERE oldest_beat > clock_timestamp() - interval '30 s') AS relays_alive,
+               count(*) FILTER (WHERE oldest_beat > clock_timestamp() - interval '30 s' AND paused) AS relays_paused
+          FROM (SELECT min(heartbeat_at) AS oldest_beat, bool_or(paused_types <> '{}') AS paused
+                  FROM "outbox".outbox_relay WHERE heartbeat_at IS NOT NULL GROUP BY relay_id) AS relay) AS relays,
+       (SELECT coalesce(sum(published), 0)::bigint AS published_total, coalesce(sum(retried), 0)::bigint AS retried_total,
+               coalesce(sum(dead_lettered), 0)::bigint AS dead_lettered_total,
+               coalesce(sum(lease_lost), 0)::bigint AS lease_lost_total
+          FROM "outbox".outbox_relay) AS counters;
+COMMENT ON VIEW "outbox".outbox_metrics IS 'The metrics, read from the tables';
+
+-- ---------------------------------------------------------------------------------------------------- writers
+
+-- A version 7 UUID: 48 bits of milliseconds, then randomness. PostgreSQL 18 has its own.
+DO $body$
+BEGIN
+    IF current_setting('server_version_num')::int >= 180000 THEN
+        CREATE FUNCTION "outbox".outbox_new_event_id() RETURNS uuid LANGUAGE sql VOLATILE
+        RETURN uuidv7();
+    ELSE
+        -- A version 4 UUID has its variant bits where version 7 wants them; only time and version are put in front.
+        CREATE FUNCTION "outbox".outbox_new_event_id() RETURNS uuid LANGUAGE sql VOLATILE
+        RETURN (lpad(to_hex(floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint), 12, '0') || '7'
+                || substr(replace(gen_random_uuid()::text, '-', ''), 14))::uuid;
+    END IF;
+END $body$;
+COMMENT ON FUNCTION "outbox".outbox_new_event_id() IS 'A new version 7 UUID';
+
+-- Serialises the writers of each aggregate until their transactions end, so that within an aggregate the order of ids
+-- is the order of commits. Locks are taken in one order, so that two calls for the same aggregates cannot deadlock.
+--
+-- The server's lock table has room for some thousands. A transaction that writes for more than 1,000 aggregates
+-- therefore takes one lock for all instead: every writer holds the gate in shared mode, such a transaction alone.
+CREATE FUNCTION "outbox".outbox_lock_aggregates(aggregate_types text[], aggregate_ids text[]) RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    aggregates CONSTANT integer := 1869968482;  -- namespaces of advisory locks, private to this project
+    gates      CONSTANT integer := 1869968483;
+    most       CONSTANT integer := 1000;
+    salt       CONSTANT integer := hashtext('outbox');
+    spent      integer := coalesce(nullif(current_setting('pg_outbox.locks', true), ''), '0')::integer;
+    keys       integer[];
+BEGIN
+    IF cardinality(aggregate_ids) = 1 THEN
+        keys := ARRAY[hashint8extended(hashtextextended(aggregate_ids[1], hashtextextended(aggregate_types[1], 0)), salt)::bit(32)::integer];
+    ELSE
+        SELECT array_agg(DISTINCT hashint8extended(hashtextextended(a.id, hashtextextended(a.type, 0)), salt)::bit(32)::integer)
+          INTO keys FROM unnest(aggregate_types, aggregate_ids) AS a (type, id);
+    END IF;
+    IF keys IS NULL THEN RETURN; END IF;
+    spent := spent + cardinality(keys);
+    IF spent > most THEN
+        -- Calls for an aggregate that is locked already were counted as well: look at what is really held.
+        SELECT count(*) + cardinality(keys) INTO spent
+          FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory' AND classid = aggregates::oid AND objsubid = 2;
+    END IF;
+    PERFORM set_config('pg_outbox.locks', spent::text, true);
+    IF spent > most THEN
+        PERFORM pg_advisory_xact_lock(gates, salt);
+        RETURN;
+    END IF;
+    PERFORM pg_advisory_xact_lock_shared(gates, salt);
+    IF cardinality(keys) = 1 THEN
+        PERFORM pg_advisory_xact_lock(aggregates, keys[1]);
+    ELSE
+        PERFORM pg_advisory_xact_lock(aggregates, k.key) FROM (SELECT unnest(keys) AS key ORDER BY 1) AS k;
+    END IF;
+END $body$;
+COMMENT ON FUNCTION "outbox".outbox_lock_aggregates(text[], text[]) IS 'Serialises the writers of these aggregates until the transaction ends';
+
+-- The one door. Runs with its owner's rights, so that a writer needs no right on the table. Returns the event ids in
+-- input order. What is NULL in content_types, headers, event_ids and not_befores gets its default.
+CREATE FUNCTION "outbox".outbox_append_all(
+    aggregate_types text[], aggregate_ids text[], event_types text[], payloads bytea[],
+    content_types text[] DEFAULT NULL, headers jsonb[] DEFAULT NULL, event_ids uuid[] DEFAULT NULL,
+    not_befores timestamptz[] DEFAULT NULL) RETURNS uuid[]
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    appended_at timestamptz;
+    ids         uuid[];
+BEGIN
+    -- Before any id is drawn.
+    PERFORM "outbox".outbox_lock_aggregates(aggregate_types, aggregate_ids);
+    appended_at := clock_timestamp();
+    SELECT coalesce(array_agg(coalesce(event_ids[n], "outbox".outbox_new_event_id()) ORDER BY n), '{}')
+      INTO ids FROM generate_series(1, cardinality(aggregate_ids)) AS n;
+    INSERT INTO "outbox".outbox (event_id, aggregate_type, aggregate_id, event_type, payload, content_type, headers,
+                                 not_before, next_attempt_at, created_at)
+    SELECT e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, e.payload,
+           coalesce(e.content_type, 'application/json'), coalesce(e.headers, '{}'),
+           e.not_before, greatest(e.not_before, appended_at), appended_at
+      FROM unnest(ids, aggregate_types, aggregate_ids, event_types, payloads, content_types, headers, not_befores)
+           WITH ORDINALITY AS e (event_id, aggregate_type, aggregate_id, event_type, payload, content_type, headers,
+                                 not_before, n)
+     ORDER BY e.n;
+    IF EXISTS (SELECT FROM "outbox".outbox_wakeup WHERE until > appended_at) THEN
+        PERFORM pg_notify('outbox_' || md5('outbox'), '');
+    END IF;
+    RETURN ids;
+END $body$;
+COMMENT ON FUNCTION "outbox".outbox_append_all(text[], text[], text[], bytea[], text[], jsonb[], uuid[], timestamptz[])
+    IS 'Appends events, in order, and returns their event ids';
+
+CREATE FUNCTION "outbox".outbox_append(
+    aggregate_type text, aggregate_id text, event_type text, payload bytea,
+    content_type text DEFAULT 'application/octet-stream', headers jsonb DEFAULT '{}', event_id uuid DEFAULT NULL,
+    not_before timestamptz DEFAULT NULL) RETURNS uuid
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    RETURN ("outbox".outbox_append_all(ARRAY[aggregate_type], ARRAY[aggregate_id], ARRAY[event_type], ARRAY[payload],
+        ARRAY[content_type], ARRAY[headers], ARRAY[event_id], ARRAY[not_before]))[1];
+END $body$;
+COMMENT ON FUNCTION "outbox".outbox_append(text, text, text, bytea, text, jsonb, uuid, timestamptz)
+    IS 'Appends an event whose payload is bytes';
+
+-- json keeps the text as it was written; jsonb would not.
+CREATE FUNCTION "outbox".outbox_append(
+    aggregate_type text, aggregate_id text, event_type text, payload json,
+    content_type text DEFAULT 'application/json', headers jsonb DEFAULT '{}', event_id uuid DEFAULT NULL,
+    not_before timestamptz DEFAULT NULL) RETURNS uuid
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    RETURN ("outbox".outbox_append_all(ARRAY[aggregate_type], ARRAY[aggregate_id], ARRAY[event_type],
+        ARRAY[convert_to(payload::text, 'UTF8')], ARRAY[content_type], ARRAY[headers], ARRAY[event_id], ARRAY[not_before]))[1];
+END $body$;
+COMMENT ON FUNCTION "outbox".outbox_append(text, text, text, json, text, jsonb, uuid, timestamptz)
+    IS 'Appends an event whose payload is JSON';
+
+-- A quoted literal has no type of its own; this form makes it JSON, and an error where it is none.
+CREATE FUNCTION "outbox".outbox_append(
+    aggregate_type text, aggregate_id text, event_type text, payload text,
+    content_type text DEFAULT 'application/json', headers jsonb DEFAULT '{}', event_id uuid DEFAULT NULL,
+    not_before timestamptz DEFAULT NULL) RETURNS uuid
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
+BEGIN
+    RETURN "outbox".outbox_append(aggregate_type, aggregate_id, event_type, payload::json,
+        content_type, headers, event_id, not_before);
+END $body$;
+COMMENT ON FUNCTION "outbox".outbox_append(text, text, text, text, text, jsonb, uuid, timestamptz)
+    IS 'Appends an event whose payload is JSON in a string';
+
+-- Nobody writes unless granted: see `pg-outbox migrate --help`.
+REVOKE ALL ON ALL FUNCTIONS IN SCHEMA "outbox" FROM PUBLIC;
+
+INSERT INTO "outbox".outbox_schema (version) VALUES (1);

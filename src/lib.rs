@@ -1,0 +1,17 @@
+//! A transactional-outbox relay for PostgreSQL, for programs that block.
+
+pub mod config;
+mod error;
+mod event;
+pub mod policy;
+pub mod publisher;
+pub mod store;
+
+pub use config::{RelayConfig, RelayConfigBuilder};
+pub use error::{BoxError, Error};
+pub use event::*;
+pub use policy::{Decision, FailureKind, FailureScope, History, Policy, PublishError};
+pub use publisher::{
+    Outcomes, Publisher, ScriptedBroker, ScriptedPublisher, StdoutPublisher, publish_each,
+};
+pub use store::Schema;

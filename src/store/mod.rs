@@ -1,0 +1,62 @@
+//! Every SQL statement of the relay and of its operators, each a documented constant, and typed calls around them.
+//!
+//! The statements name the schema as `"outbox"` (identifier) and `'outbox'` (string); [`Schema`] puts the real name in.
+//! What publishes or waits is not here: this room only talks to the database.
+
+use crate::error::Error;
+
+/// The name of an outbox's schema, quoted where it is used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Schema {
+    name: String,
+}
+
+impl Schema {
+    /// A schema by its name, unquoted: `Schema::new("billing outbox")` is fine.
+    ///
+    /// # Errors
+    /// When the name is empty, longer than the 63 bytes PostgreSQL keeps, or has a control character.
+    pub fn new(name: &str) -> Result<Self, Error> {
+        if name.is_empty() || name.len() > 63 || name.contains(|c: char| c.is_control()) {
+            return Err(Error::invalid_config(format!(
+                "schema ({name:?}) must have 1 to 63 bytes and no control characters"
+            )));
+        }
+        Ok(Self { name: name.into() })
+    }
+
+    /// The name, unquoted.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// A statement with this schema's name in it.
+    pub(crate) fn sql(&self, statement: &str) -> String {
+        let identifier = format!("\"{}\"", self.name.replace('"', "\"\""));
+        let literal = format!("'{}'", self.name.replace('\'', "''"));
+        // Through a token that no statement has, so that a name with quotes in it is not replaced twice.
+        statement.replace("'outbox'", "\u{1}").replace("\"outbox\"", &identifier).replace('\u{1}', &literal)
+    }
+}
+
+impl Default for Schema {
+    fn default() -> Self {
+        Self { name: crate::config::DEFAULT_SCHEMA.into() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_is_quoted_in_both_forms() {
+        let schema = Schema::new("we\"ird 'outbox'").expect("a name");
+        assert_eq!(
+            schema.sql("SELECT md5('outbox') FROM \"outbox\".outbox"),
+            "SELECT md5('we\"ird ''outbox''') FROM \"we\"\"ird 'outbox'\".outbox"
+        );
+        assert!(Schema::new(&"x".repeat(64)).is_err());
+        assert!(Schema::new("").is_err());
+    }
+}
