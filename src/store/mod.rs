@@ -3,6 +3,16 @@
 //! The statements name the schema as `"outbox"` (identifier) and `'outbox'` (string); [`Schema`] puts the real name in.
 //! What publishes or waits is not here: this room only talks to the database.
 
+pub mod claim;
+pub mod lease;
+mod prune;
+pub mod relays;
+mod session;
+pub mod verdict;
+
+pub use prune::{PRUNE, PRUNE_BATCH, Pruned, prune};
+pub use session::{Session, Statement, is_pooled};
+
 use crate::error::Error;
 
 /// The name of an outbox's schema, quoted where it is used.
@@ -35,7 +45,10 @@ impl Schema {
         let identifier = format!("\"{}\"", self.name.replace('"', "\"\""));
         let literal = format!("'{}'", self.name.replace('\'', "''"));
         // Through a token that no statement has, so that a name with quotes in it is not replaced twice.
-        statement.replace("'outbox'", "\u{1}").replace("\"outbox\"", &identifier).replace('\u{1}', &literal)
+        statement
+            .replace("'outbox'", "\u{1}")
+            .replace("\"outbox\"", &identifier)
+            .replace('\u{1}', &literal)
     }
 }
 
