@@ -5,6 +5,7 @@ mod error;
 mod event;
 pub mod policy;
 pub mod publisher;
+pub mod relay;
 pub mod store;
 
 pub use config::{RelayConfig, RelayConfigBuilder};
@@ -14,4 +15,5 @@ pub use policy::{Decision, FailureKind, FailureScope, History, Policy, PublishEr
 pub use publisher::{
     Outcomes, Publisher, ScriptedBroker, ScriptedPublisher, StdoutPublisher, publish_each,
 };
+pub use relay::{Health, Relay, RunReport, RunningRelay, StopHandle, ThreadHealth};
 pub use store::Schema;

@@ -26,7 +26,10 @@ impl Link {
 
     /// Runs one call. A session that is lost on the way is dropped, and the error returned: only the caller knows
     /// whether the call may be repeated.
-    pub(crate) fn once<T>(&mut self, call: impl FnOnce(&mut Session) -> Result<T, Error>) -> Result<T, Error> {
+    pub(crate) fn once<T>(
+        &mut self,
+        call: impl FnOnce(&mut Session) -> Result<T, Error>,
+    ) -> Result<T, Error> {
         let session = match &mut self.session {
             Some(session) => session,
             empty => empty.insert(self.shared.open_session()?),

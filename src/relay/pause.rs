@@ -6,6 +6,7 @@
 //! finds out for itself, which costs one event's failure.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,15 @@ use crate::policy::Policy;
 pub(crate) enum Target {
     Broker,
     Destination(String),
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Broker => f.write_str("the broker"),
+            Self::Destination(name) => write!(f, "destination {name:?}"),
+        }
+    }
 }
 
 /// What may be claimed now.
@@ -128,7 +138,11 @@ impl Pauses {
 
     /// When the next probe is due.
     pub(crate) fn next_probe(&self) -> Option<Instant> {
-        self.state().values().filter(|trouble| !trouble.probing).map(|trouble| trouble.next_probe).min()
+        self.state()
+            .values()
+            .filter(|trouble| !trouble.probing)
+            .map(|trouble| trouble.next_probe)
+            .min()
     }
 
     /// Paused aggregate types (`*` for all) and why, for the table.

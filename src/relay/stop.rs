@@ -21,7 +21,11 @@ struct Inner {
 impl StopHandle {
     pub(crate) fn new() -> Self {
         let (sender, receiver) = bounded(0);
-        Self(Arc::new(Inner { asked_at: OnceLock::new(), sender: Mutex::new(Some(sender)), receiver }))
+        Self(Arc::new(Inner {
+            asked_at: OnceLock::new(),
+            sender: Mutex::new(Some(sender)),
+            receiver,
+        }))
     }
 
     /// Asks. Returns at once.

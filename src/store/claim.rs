@@ -113,7 +113,7 @@ WITH RECURSIVE waiting AS MATERIALIZED (
               extract(epoch FROM now() - o.retry_since)::float8 AS failing_for
 )
 SELECT c.*, NULL::bigint AS last_key, NULL::int AS probes, NULL::bigint AS suspect_key,
-       NULL::bigint AS last_chance_key, NULL::bigint AS newest_id, NULL::boolean AS ended
+       NULL::bigint AS last_chance_key, NULL::bigint AS newest_id, NULL::boolean AS ended, NULL::bigint AS table_end
   FROM claimed c
 UNION ALL
 SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
@@ -123,7 +123,8 @@ SELECT NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, N
        (SELECT max(id) FROM newest),
        -- The walk came to the last aggregate, and not to one of its bounds.
        (SELECT count(*) = 0 OR (max(probes) < $5 AND max(found) < $6 - (SELECT count(*) FROM waiting) - (SELECT count(*) FROM fresh))
-          FROM walk)
+          FROM walk),
+       (SELECT id FROM "outbox".outbox ORDER BY id DESC LIMIT 1)
 "#,
     types: &[
         Type::TEXT,
@@ -215,6 +216,8 @@ pub struct Claim {
     pub last_chance_key: Option<i64>,
     /// The newest id that was looked at.
     pub newest_id: Option<i64>,
+    /// The newest id of the table.
+    pub table_end: Option<i64>,
 }
 
 /// Claims events under `lease_id`, which the caller makes up, so that it knows the id even when the answer is lost.
@@ -266,6 +269,7 @@ fn read(rows: &[Row]) -> Result<Claim, postgres::Error> {
         suspect_key: None,
         last_chance_key: None,
         newest_id: None,
+        table_end: None,
     };
     for row in rows {
         match row.try_get::<_, Option<i64>>("id")? {
@@ -278,6 +282,7 @@ fn read(rows: &[Row]) -> Result<Claim, postgres::Error> {
                 claim.suspect_key = row.try_get("suspect_key")?;
                 claim.last_chance_key = row.try_get("last_chance_key")?;
                 claim.newest_id = row.try_get("newest_id")?;
+                claim.table_end = row.try_get("table_end")?;
             }
         }
     }

@@ -101,13 +101,17 @@ impl Session {
         }
     }
 
-    fn prepare(&mut self, statement: &'static Statement) -> Result<postgres::Statement, postgres::Error> {
+    fn prepare(
+        &mut self,
+        statement: &'static Statement,
+    ) -> Result<postgres::Statement, postgres::Error> {
         // Statements are statics, so the address names them.
         let key = std::ptr::from_ref(statement).addr();
         if let Some(prepared) = self.prepared.get(&key) {
             return Ok(prepared.clone());
         }
-        let prepared = self.client.prepare_typed(&self.schema.sql(statement.sql), statement.types)?;
+        let prepared =
+            self.client.prepare_typed(&self.schema.sql(statement.sql), statement.types)?;
         self.prepared.insert(key, prepared.clone());
         Ok(prepared)
     }

@@ -36,7 +36,8 @@ macro_rules! settle {
 ), counted AS (
     INSERT INTO "outbox".outbox_relay AS c (relay_id, worker, published, retried, dead_lettered, lease_lost)
     SELECT $1, $2, s.published, s.retried, s.dead_lettered,
-           cardinality($4) + cardinality($5) + cardinality($11) - s.published - s.retried - s.dead_lettered - s.released
+           CASE WHEN $13 THEN 0 ELSE cardinality($4) + cardinality($5) + cardinality($11)
+                - s.published - s.retried - s.dead_lettered - s.released END
       FROM settled s
     ON CONFLICT (relay_id, worker) DO UPDATE
        SET heartbeat_at = clock_timestamp(), published = c.published + excluded.published,
@@ -61,10 +62,11 @@ const TYPES: &[Type] = &[
     Type::TEXT_ARRAY,
     Type::INT8_ARRAY,
     Type::BOOL_ARRAY,
+    Type::BOOL,
 ];
 
 /// `$1` relay id, `$2` worker, `$3` lease id, `$4` published ids, `$5`-`$10` failures (id, dead, wait in seconds, unexplained,
-/// in doubt, reason), `$11`-`$12` released ones (id, in doubt).
+/// in doubt, reason), `$11`-`$12` released ones (id, in doubt), `$13` whether this is a repetition.
 ///
 /// Primary key. A row that this lease no longer holds is left alone and counted as lost. The retry window starts at the
 /// *first* failure, hence `coalesce`. A released row gets its attempt back.
@@ -137,7 +139,8 @@ impl Verdict {
     }
 }
 
-/// Writes a verdict. Safe to repeat after a lost answer: what was written no longer matches the lease.
+/// Writes a verdict. Safe to repeat after a lost answer: what was written no longer matches the lease. Say so with
+/// `is_repeat`, or those rows would be counted as lost.
 ///
 /// # Errors
 /// The database's.
@@ -148,6 +151,7 @@ pub fn settle(
     lease_id: i64,
     verdict: &Verdict,
     delete_published: bool,
+    is_repeat: bool,
 ) -> Result<Settled, Error> {
     let statement = if delete_published { &SETTLE_AND_DELETE } else { &SETTLE };
     let each = |column: fn(&Failure) -> bool| verdict.failed.iter().map(column).collect::<Vec<_>>();
@@ -171,11 +175,12 @@ pub fn settle(
             &reasons,
             &released,
             &doubts,
+            &is_repeat,
         ],
     )?;
     let count = |column| rows.first().map_or(0, |row| row.get::<_, i64>(column).unsigned_abs());
     let (published, retried, dead_lettered, released) = (count(0), count(1), count(2), count(3));
     let done = published + retried + dead_lettered + released;
-    let lease_lost = (verdict.len() as u64).saturating_sub(done);
+    let lease_lost = if is_repeat { 0 } else { (verdict.len() as u64).saturating_sub(done) };
     Ok(Settled { published, retried, dead_lettered, released, lease_lost })
 }
