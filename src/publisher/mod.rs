@@ -5,7 +5,8 @@
 //! never sleeps past its deadline and never decides an event's fate; the relay does.
 
 
-// pub mod rabbitmq;
+#[cfg(feature = "rabbitmq")]
+pub mod rabbitmq;
 mod scripted;
 mod stdout;
 
