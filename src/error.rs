@@ -79,12 +79,17 @@ impl Error {
             Some("22023" | "23514" | "22021" | "23502") => {
                 Self::new(Kind::InvalidEvent, detail, Some(source))
             }
-            _ => Self::new(Kind::Database, format!("appending to the outbox: {detail}"), Some(source)),
+            _ => Self::new(
+                Kind::Database,
+                format!("appending to the outbox: {detail}"),
+                Some(source),
+            ),
         }
     }
 
     pub(crate) fn thread_died(thread: &str, panic: &str) -> Self {
-        let message = format!("the {thread} thread of the relay panicked ({panic}); the relay stopped");
+        let message =
+            format!("the {thread} thread of the relay panicked ({panic}); the relay stopped");
         Self::new(Kind::ThreadDied, message, None)
     }
 
@@ -180,7 +185,10 @@ impl fmt::Display for Error {
 
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Error").field("kind", &self.0.kind).field("message", &self.0.message).finish()
+        f.debug_struct("Error")
+            .field("kind", &self.0.kind)
+            .field("message", &self.0.message)
+            .finish()
     }
 }
 

@@ -4,7 +4,6 @@
 //! waits until the broker has *confirmed* it, and it says of each failure what it is evidence of. It never retries,
 //! never sleeps past its deadline and never decides an event's fate; the relay does.
 
-
 // pub mod rabbitmq;
 mod scripted;
 mod stdout;
@@ -124,7 +123,10 @@ impl Outcomes {
     pub(crate) fn into_results(self) -> impl Iterator<Item = Result<(), PublishError>> {
         self.slots.into_iter().map(|slot| {
             slot.unwrap_or_else(|| {
-                Err(PublishError::unexplained("the publisher returned without an outcome for this event").in_doubt())
+                Err(PublishError::unexplained(
+                    "the publisher returned without an outcome for this event",
+                )
+                .in_doubt())
             })
         })
     }

@@ -3,6 +3,13 @@
 //! The statements name the schema as `"outbox"` (identifier) and `'outbox'` (string); [`Schema`] puts the real name in.
 //! What publishes or waits is not here: this room only talks to the database.
 
+pub mod dead_letters;
+mod event_ref;
+pub mod status;
+pub mod why;
+
+pub use event_ref::EventRef;
+
 use crate::error::Error;
 
 /// The name of an outbox's schema, quoted where it is used.
@@ -30,12 +37,23 @@ impl Schema {
         &self.name
     }
 
+    /// A database error while doing `what`; where the outbox itself is missing, an error that says so.
+    pub(crate) fn error(&self, what: &str, error: postgres::Error) -> Error {
+        match error.code().map(|code| code.code()) {
+            Some("42P01" | "3F000") => Error::schema_missing(&self.name),
+            _ => Error::database(what, error),
+        }
+    }
+
     /// A statement with this schema's name in it.
     pub(crate) fn sql(&self, statement: &str) -> String {
         let identifier = format!("\"{}\"", self.name.replace('"', "\"\""));
         let literal = format!("'{}'", self.name.replace('\'', "''"));
         // Through a token that no statement has, so that a name with quotes in it is not replaced twice.
-        statement.replace("'outbox'", "\u{1}").replace("\"outbox\"", &identifier).replace('\u{1}', &literal)
+        statement
+            .replace("'outbox'", "\u{1}")
+            .replace("\"outbox\"", &identifier)
+            .replace('\u{1}', &literal)
     }
 }
 
