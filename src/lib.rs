@@ -7,6 +7,7 @@ pub mod metrics;
 mod moment;
 pub mod policy;
 pub mod publisher;
+pub mod relay;
 pub mod store;
 
 pub use config::{RelayConfig, RelayConfigBuilder};
@@ -17,4 +18,5 @@ pub use policy::{Decision, FailureKind, FailureScope, History, Policy, PublishEr
 pub use publisher::{
     Outcomes, Publisher, ScriptedBroker, ScriptedPublisher, StdoutPublisher, publish_each,
 };
+pub use relay::{Health, Relay, RunReport, RunningRelay, StopHandle, ThreadHealth};
 pub use store::{EventRef, Schema};

@@ -3,14 +3,29 @@
 //! The statements name the schema as `"outbox"` (identifier) and `'outbox'` (string); [`Schema`] puts the real name in.
 //! What publishes or waits is not here: this room only talks to the database.
 
+pub mod claim;
 pub mod dead_letters;
 mod event_ref;
+pub mod lease;
+mod prune;
+pub mod relays;
+mod session;
 pub mod status;
+pub mod verdict;
 pub mod why;
 
 pub use event_ref::EventRef;
+pub use prune::{PRUNE, PRUNE_BATCH, Pruned, prune};
+pub use session::{Session, Statement, is_pooled};
 
 use crate::error::Error;
+
+pub(crate) fn check_schema(
+    _c: &mut impl postgres::GenericClient,
+    _s: &Schema,
+) -> Result<(), Error> {
+    Ok(())
+} // TEMP
 
 /// The name of an outbox's schema, quoted where it is used.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,6 +45,11 @@ impl Schema {
             )));
         }
         Ok(Self { name: name.into() })
+    }
+
+    /// A name that the settings have checked.
+    pub(crate) fn unchecked(name: &str) -> Self {
+        Self { name: name.into() }
     }
 
     /// The name, unquoted.
