@@ -4,13 +4,18 @@
 //! What publishes or waits is not here: this room only talks to the database.
 
 pub mod claim;
+pub mod dead_letters;
+mod event_ref;
 pub mod lease;
 mod migrate;
 mod prune;
 pub mod relays;
 mod session;
+pub mod status;
 pub mod verdict;
+pub mod why;
 
+pub use event_ref::EventRef;
 pub use migrate::{Migrated, SCHEMA_VERSION, check_schema, migrate, migration_sql};
 pub use prune::{PRUNE, PRUNE_BATCH, Pruned, prune};
 pub use session::{Session, Statement, is_pooled};
@@ -45,6 +50,14 @@ impl Schema {
     /// The name, unquoted.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// A database error while doing `what`; where the outbox itself is missing, an error that says so.
+    pub(crate) fn error(&self, what: &str, error: postgres::Error) -> Error {
+        match error.code().map(|code| code.code()) {
+            Some("42P01" | "3F000") => Error::schema_missing(&self.name),
+            _ => Error::database(what, error),
+        }
     }
 
     /// A statement with this schema's name in it.
