@@ -36,7 +36,7 @@ macro_rules! matching {
 /// A page of dead letters by id. Takes the filter, $9 the last id seen, $10 the most rows. Sorted by `id + 0`, or a plan
 /// might walk the primary key past everything that is published to find the first few that are dead. What is held is
 /// counted for the rows of the page only, by `outbox_unfinished`.
-pub(crate) const LIST: &str = concat!(
+pub const LIST: &str = concat!(
     r#"
 WITH page AS MATERIALIZED (
     SELECT d.id, d.event_id, d.aggregate_type, d.aggregate_id, d.aggregate_key, d.event_type, d.last_error, d.attempts,
@@ -56,7 +56,7 @@ SELECT page.*, held.count AS held, held.since AS held_since, statement_timestamp
 
 /// Dead letters by what their reasons have in common. Takes the filter. UUIDs and hexadecimal numbers become `…`, other
 /// numbers `#`. What is held is counted once for each aggregate of a group, by `outbox_unfinished`.
-pub(crate) const GROUPS: &str = concat!(
+pub const GROUPS: &str = concat!(
     r#"
 WITH dead AS MATERIALIZED (
     SELECT d.id, d.aggregate_key, d.died_at,
@@ -77,7 +77,7 @@ SELECT reason, sum(count)::bigint AS count, min(id) AS example, min(died_at) AS 
 );
 
 /// One event, whatever its status. Takes $1 its id or NULL, $2 its event id or NULL. By one of the two unique indexes.
-pub(crate) const SHOW: &str = r#"
+pub const SHOW: &str = r#"
 SELECT e.*, statement_timestamp() AS now FROM "outbox".outbox AS e WHERE e.id = $1 OR e.event_id = $2"#;
 
 /// Dead → pending. Takes the filter and $9 the most rows (NULL: all). Clears the window, the budget and what is left of a
@@ -85,7 +85,7 @@ SELECT e.*, statement_timestamp() AS now FROM "outbox".outbox AS e WHERE e.id = 
 /// new time is later than `created_at` even in an old transaction or after a step of the clock, which is what puts the
 /// row into `outbox_waiting`. Locks in the order of the ids, and a row that another operator took meanwhile is passed
 /// over, for a locked row is checked again.
-pub(crate) const REQUEUE: &str = concat!(
+pub const REQUEUE: &str = concat!(
     r#"
 WITH picked AS MATERIALIZED (
     SELECT d.id FROM "outbox".outbox AS d
@@ -97,13 +97,13 @@ requeued AS (
        SET status = 'pending', next_attempt_at = greatest(clock_timestamp(), o.created_at + interval '1 microsecond'),
            retry_since = NULL, attempts = 0, unexplained_failures = 0, died_at = NULL,
            lease_id = NULL, locked_by = NULL, locked_until = NULL
-      FROM picked WHERE o.id = picked.id AND o.status = 'dead'
+      FROM picked WHERE o.id = picked.id
  RETURNING o.id, o.event_id)
 SELECT event_id FROM requeued ORDER BY id"#
 );
 
 /// Dead → discarded. Takes the filter and $9 the note. Locks as [`REQUEUE`] does.
-pub(crate) const DISCARD: &str = concat!(
+pub const DISCARD: &str = concat!(
     r#"
 WITH picked AS MATERIALIZED (
     SELECT d.id FROM "outbox".outbox AS d
@@ -114,14 +114,14 @@ discarded AS (
     UPDATE "outbox".outbox AS o
        SET status = 'discarded', discarded_at = clock_timestamp(), discard_note = $9,
            lease_id = NULL, locked_by = NULL, locked_until = NULL
-      FROM picked WHERE o.id = picked.id AND o.status = 'dead'
+      FROM picked WHERE o.id = picked.id
  RETURNING o.id, o.event_id)
 SELECT event_id FROM discarded ORDER BY id"#
 );
 
 /// Wakes the relays that sleep, as `outbox_append_all` does. Takes nothing. A relay that falls asleep right after it looks
 /// once more by itself.
-pub(crate) const WAKE: &str = r#"
+pub const WAKE: &str = r#"
 SELECT pg_notify('outbox_' || md5('outbox'), '')
  WHERE EXISTS (SELECT FROM "outbox".outbox_wakeup WHERE until > clock_timestamp())"#;
 

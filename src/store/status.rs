@@ -21,15 +21,15 @@ const STATUS_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Every metric in one row. Takes nothing. The view reads `outbox_unfinished`, `outbox_dead` and the relay rows, never
 /// what is finished; [`SCRAPE_SETTINGS`] goes first.
-pub(crate) const METRICS: &str = r#"SELECT * FROM "outbox".outbox_metrics"#;
+pub const METRICS: &str = r#"SELECT * FROM "outbox".outbox_metrics"#;
 
 /// Before [`METRICS`]: the statistics of a queue are often those of an empty table, and a sequential scan would then
 /// look cheap; the compiler of the server costs more than such a statement. All end with the transaction.
-pub(crate) const SCRAPE_SETTINGS: &str = "SET TRANSACTION READ ONLY; SET LOCAL enable_seqscan = off; SET LOCAL jit = off; SET LOCAL statement_timeout = ";
+pub const SCRAPE_SETTINGS: &str = "SET TRANSACTION READ ONLY; SET LOCAL enable_seqscan = off; SET LOCAL jit = off; SET LOCAL statement_timeout = ";
 
 /// Every thread of every relay. Takes nothing; a small table, read whole. `alive` follows the rule of the metrics: the
 /// slowest thread of the relay that has not stopped cleanly made progress within 30 s.
-pub(crate) const RELAYS: &str = r#"
+pub const RELAYS: &str = r#"
 SELECT relay_id, worker, started_at, heartbeat_at, paused_types, paused_reason, paused_since,
        published, retried, dead_lettered, lease_lost, statement_timestamp() AS now,
        coalesce(min(heartbeat_at) OVER (PARTITION BY relay_id) > statement_timestamp() - interval '30 s', false) AS alive

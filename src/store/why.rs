@@ -18,7 +18,7 @@ use crate::moment::Moment;
 /// The event and the first dead and the first pending event in front of it. Takes $1 its id or NULL, $2 its event id or
 /// NULL; by the unique indexes, then one probe each of `outbox_dead` and `outbox_unfinished`. The key is compared by
 /// BETWEEN and sorted by, or a plan might walk the primary key from its beginning to find the first.
-pub(crate) const WHY: &str = r#"
+pub const WHY: &str = r#"
 WITH event AS MATERIALIZED (
     SELECT e.* FROM "outbox".outbox AS e WHERE e.id = $1 OR e.event_id = $2)
 SELECT 'event' AS role, event.*, statement_timestamp() AS now FROM event
