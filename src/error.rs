@@ -25,7 +25,6 @@ enum Kind {
     SchemaVersion,
     Database,
     ThreadDied,
-    Stopped,
 }
 
 impl Error {
@@ -93,10 +92,6 @@ impl Error {
         Self::new(Kind::ThreadDied, message, None)
     }
 
-    pub(crate) fn stopped(what: &str) -> Self {
-        Self::new(Kind::Stopped, format!("the relay was asked to stop while {what}"), None)
-    }
-
     /// An event broke a limit, or a value could not be stored. Nothing was appended.
     pub fn is_invalid_event(&self) -> bool {
         self.0.kind == Kind::InvalidEvent
@@ -130,10 +125,6 @@ impl Error {
     /// A thread of the relay panicked. What it held comes back when its leases lapse.
     pub fn is_thread_died(&self) -> bool {
         self.0.kind == Kind::ThreadDied
-    }
-
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.0.kind == Kind::Stopped
     }
 
     /// The SQLSTATE of the database's answer, where there was one.

@@ -1,5 +1,6 @@
 //! A transactional-outbox relay for PostgreSQL, for programs that block.
 
+pub mod append;
 pub mod config;
 mod error;
 mod event;
@@ -10,6 +11,7 @@ pub mod publisher;
 pub mod relay;
 pub mod store;
 
+pub use append::{Outbox, append, append_all};
 pub use config::{RelayConfig, RelayConfigBuilder};
 pub use error::{BoxError, Error};
 pub use event::*;

@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use postgres::Row;
 use postgres::types::{Json, Type};
+use serde_json::Value;
 
 use super::session::{Session, Statement};
 use crate::error::Error;
@@ -292,7 +293,12 @@ fn read(rows: &[Row]) -> Result<Claim, postgres::Error> {
 }
 
 fn read_event(row: &Row, id: i64) -> Result<Claimed, postgres::Error> {
-    let headers: Json<BTreeMap<String, String>> = row.try_get("headers")?;
+    // Strings, unless somebody wrote past `outbox_append`; one such row must not stop every claim.
+    let headers: Json<BTreeMap<String, Value>> = row.try_get("headers")?;
+    let text = |value| match value {
+        Value::String(text) => text,
+        other => other.to_string(),
+    };
     let failing_for: Option<f64> = row.try_get("failing_for")?;
     let count = |n: i32| u32::try_from(n).unwrap_or(0);
     Ok(Claimed {
@@ -304,7 +310,7 @@ fn read_event(row: &Row, id: i64) -> Result<Claimed, postgres::Error> {
             event_type: row.try_get("event_type")?,
             payload: row.try_get("payload")?,
             content_type: row.try_get("content_type")?,
-            headers: headers.0,
+            headers: headers.0.into_iter().map(|(name, value)| (name, text(value))).collect(),
             created_at: row.try_get("created_at")?,
             attempt: count(row.try_get("attempts")?),
             possible_duplicate: row.try_get("in_doubt")?,

@@ -7,6 +7,7 @@ pub mod claim;
 pub mod dead_letters;
 mod event_ref;
 pub mod lease;
+mod migrate;
 mod prune;
 pub mod relays;
 mod session;
@@ -15,17 +16,11 @@ pub mod verdict;
 pub mod why;
 
 pub use event_ref::EventRef;
+pub use migrate::{Migrated, SCHEMA_VERSION, check_schema, migrate, migration_sql};
 pub use prune::{PRUNE, PRUNE_BATCH, Pruned, prune};
 pub use session::{Session, Statement, is_pooled};
 
 use crate::error::Error;
-
-pub(crate) fn check_schema(
-    _c: &mut impl postgres::GenericClient,
-    _s: &Schema,
-) -> Result<(), Error> {
-    Ok(())
-} // TEMP
 
 /// The name of an outbox's schema, quoted where it is used.
 #[derive(Debug, Clone, PartialEq, Eq)]
