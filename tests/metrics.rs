@@ -1,12 +1,12 @@
 //! The metrics against situations that were set up by hand: what each number says, and what it costs to ask.
 
-mod operators;
+mod common;
 
 use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use operators::Database;
+use common::Database;
 use pg_outbox::Schema;
 use pg_outbox::metrics::Snapshot;
 use pg_outbox::store::dead_letters::{Filter, requeue};

@@ -1,8 +1,8 @@
 //! Why an event has not gone out: each answer, from rows that were set up by hand.
 
-mod operators;
+mod common;
 
-use operators::Database;
+use common::Database;
 use pg_outbox::store::why::{Answer, Wait, Why, why};
 use pg_outbox::{EventRef, Schema};
 use postgres::Client;
