@@ -38,14 +38,18 @@ fn command() -> Command {
     hide_values(Cli::command())
 }
 
-/// Prints clap's error with the variable that a bad value came from, and without any argument that may hold a password.
+/// Prints clap's error with the variable that a bad value came from, and without any value that may hold a password.
 fn report(command: &Command, error: &clap::Error, arguments: &[OsString]) -> ExitCode {
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
         return if output::print(&error.render().to_string()).is_ok() { Code::Ok } else { Code::Failed }.into();
     }
     let mut text = error.render().to_string();
-    for secret in arguments.iter().skip(1).flat_map(|argument| secrets(&argument.to_string_lossy())) {
-        text = text.replace(&secret, "[hidden]");
+    let ours = |name: &OsString| name.to_string_lossy().to_ascii_uppercase().starts_with(PREFIX);
+    let values = std::env::vars_os().filter(|(name, _)| ours(name)).map(|(_, value)| value);
+    for shown in arguments.iter().skip(1).cloned().chain(values) {
+        for secret in secrets(&shown.to_string_lossy()) {
+            text = text.replace(&secret, "[hidden]");
+        }
     }
     eprint!("{}", output::lines(&text));
     if let Some(variable) = variable_of(command, error, arguments) {
