@@ -20,10 +20,12 @@ Exit codes:
   130  run was interrupted a second time and left at once
 
 Database:
-  Name it in DATABASE_URL (postgres://user:password@host:5432/database, or host=... user=...), or by PGHOST, PGPORT,
-  PGUSER, PGPASSWORD, PGDATABASE, PGAPPNAME, PGCONNECT_TIMEOUT, PGOPTIONS, PGHOSTADDR, PGTARGETSESSIONATTRS and
-  PGSSLMODE, which also fill in what the URL leaves out.
-  A password on the command line can be read by every user of the machine: put it into the environment or a file.
+  Name it in DATABASE_URL (postgres://user:password@host:5432/database, or
+  host=... user=...). PGHOST, PGPORT, PGUSER, PGPASSWORD, PGDATABASE, PGAPPNAME,
+  PGCONNECT_TIMEOUT, PGOPTIONS, PGHOSTADDR, PGTARGETSESSIONATTRS and PGSSLMODE
+  fill in what the URL leaves out.
+  A password on the command line can be read by every user of the machine: put
+  it into the environment or a file.
 
 Start here:
   export DATABASE_URL=postgres://me@localhost/shop

@@ -80,6 +80,11 @@ pub(crate) fn table<const N: usize>(
     text
 }
 
+/// How many events, in words.
+pub(crate) fn count(events: u64) -> String {
+    if events == 1 { "1 event".into() } else { format!("{events} events") }
+}
+
 /// The payload for machines: as text where it is text, otherwise in hexadecimal.
 pub(crate) fn payload(bytes: &[u8]) -> (&'static str, String) {
     match std::str::from_utf8(bytes) {

@@ -3,9 +3,9 @@
 use std::thread;
 use std::time::Duration;
 
+use pg_outbox::{Moment, rfc3339};
 use pg_outbox::store::status::{Health, RelayRow, Status};
 use pg_outbox::store::{self};
-use pg_outbox::{Moment, rfc3339};
 use serde_json::{Value, json};
 
 use super::args::{PruneArgs, StatusArgs, WhyArgs};
@@ -34,23 +34,19 @@ pub(crate) fn status(target: &Target, args: &StatusArgs) -> Result<Code, Failure
 fn as_text(status: &Status) -> String {
     let s = &status.snapshot;
     let rows = [
-        [
-            "pending".into(),
-            s.pending_rows.to_string(),
-            format!("oldest for {}", age(s.oldest_pending_age_seconds)),
-        ],
+        ["pending".into(), s.pending_rows.to_string(), oldest(s.pending_rows, s.oldest_pending_age_seconds)],
         ["  leased".into(), s.leased_rows.to_string(), String::new()],
         ["  retrying".into(), s.retrying_rows.to_string(), String::new()],
         ["  held".into(), s.held_rows.to_string(), String::new()],
-        [
-            "dead".into(),
-            s.dead_rows.to_string(),
-            format!("oldest for {}", age(s.oldest_dead_age_seconds)),
-        ],
+        ["dead".into(), s.dead_rows.to_string(), oldest(s.dead_rows, s.oldest_dead_age_seconds)],
     ];
     let relays: Vec<_> = status.relays.iter().map(relay_cells).collect();
     let mut text = format!("{}\n\n", output::line(&status.verdict().to_string()));
     text.push_str(&output::table(["EVENTS", "", ""], &rows, 60));
+    if relays.is_empty() {
+        text.push_str("\nno relay has run yet\n");
+        return text;
+    }
     text.push('\n');
     text.push_str(&output::table(
         ["RELAY", "THREAD", "STATE", "HEARTBEAT", "PUBLISHED", "RETRIED", "DEAD", "LEASES LOST"],
@@ -60,21 +56,20 @@ fn as_text(status: &Status) -> String {
     text
 }
 
+fn oldest(rows: u64, seconds: f64) -> String {
+    if rows == 0 { String::new() } else { format!("oldest for {}", age(seconds)) }
+}
+
 fn relay_cells(relay: &RelayRow) -> [String; 8] {
     let state = match (&relay.heartbeat, relay.alive, relay.paused_types.is_empty()) {
         (None, ..) => "stopped".into(),
         (_, false, _) => "not alive".into(),
         (_, true, true) => "alive".into(),
-        (_, true, false) => {
-            format!("paused {}", relay.paused_types.join(",").replace('*', "broker"))
-        }
+        (_, true, false) => format!("paused {}", relay.paused_types.join(",").replace('*', "broker")),
     };
-    let thread =
-        if relay.worker == 0 { "claimer".into() } else { format!("publisher-{}", relay.worker) };
-    let heartbeat =
-        relay.heartbeat.map_or("-".into(), |beat| format!("{} ago", age(beat.seconds_ago)));
-    let counts = [relay.published, relay.retried, relay.dead_lettered, relay.lease_lost]
-        .map(|n| n.to_string());
+    let thread = if relay.worker == 0 { "claimer".into() } else { format!("publisher-{}", relay.worker) };
+    let heartbeat = relay.heartbeat.map_or("-".into(), |beat| format!("{} ago", age(beat.seconds_ago)));
+    let counts = [relay.published, relay.retried, relay.dead_lettered, relay.lease_lost].map(|n| n.to_string());
     let [published, retried, dead, lost] = counts;
     [relay.relay_id.clone(), thread, state, heartbeat, published, retried, dead, lost]
 }
@@ -129,14 +124,11 @@ pub(crate) fn why(target: &Target, args: &WhyArgs) -> Result<Code, Failure> {
 
 /// For an event that is not there.
 pub(super) fn no_event(event: &pg_outbox::EventRef) -> Failure {
-    Failure::not_found(format!(
-        "there is no event {event}; it may have been removed after its retention"
-    ))
+    Failure::not_found(format!("there is no event {event}; it may have been removed after its retention"))
 }
 
 pub(crate) fn metrics(target: &Target) -> Result<Code, Failure> {
-    let snapshot =
-        store::status::scrape(&mut target.connect()?, &target.schema()?, METRICS_TIMEOUT)?;
+    let snapshot = store::status::scrape(&mut target.connect()?, &target.schema()?, METRICS_TIMEOUT)?;
     output::print(&snapshot.render())?;
     Ok(Code::Ok)
 }
@@ -158,6 +150,6 @@ pub(crate) fn prune(target: &Target, args: &PruneArgs) -> Result<Code, Failure> 
             None => break,
         }
     }
-    output::print(&format!("removed {deleted} events\n"))?;
+    output::print(&format!("removed {}\n", output::count(deleted)))?;
     Ok(Code::Ok)
 }
