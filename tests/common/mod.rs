@@ -5,6 +5,7 @@
 //! started by the test. A server that is missing fails the test, with its name; nothing is skipped.
 #![allow(dead_code, unused_imports, missing_docs, clippy::unwrap_used, unreachable_pub)]
 
+pub mod driver;
 pub mod postgres;
 pub mod process;
 pub mod rabbitmq;
