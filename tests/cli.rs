@@ -10,7 +10,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::postgres::{free_port, signal};
+use common::process::{free_port, signal};
 use common::{Database, eventually};
 use serde_json::Value;
 
@@ -19,7 +19,10 @@ const SECOND: Duration = Duration::from_secs(1);
 /// The binary, with nothing of this process's environment that could be a setting.
 fn bare() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pg-outbox"));
-    command.env_clear().env("PATH", std::env::var_os("PATH").unwrap_or_default()).env("USER", "tester");
+    command
+        .env_clear()
+        .env("PATH", std::env::var_os("PATH").unwrap_or_default())
+        .env("USER", "tester");
     command.stdin(Stdio::null());
     command
 }
@@ -62,8 +65,12 @@ fn ok(database: &Database, arguments: &[&str]) -> String {
 }
 
 fn with_input(mut command: Command, input: &[u8]) -> Ran {
-    let mut child =
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     child.stdin.take().unwrap().write_all(input).unwrap();
     child.wait_with_output().unwrap().into()
 }
@@ -112,7 +119,11 @@ impl Running {
             if let Some(status) = self.child.try_wait().unwrap() {
                 break status;
             }
-            assert!(Instant::now() < deadline, "it has not ended within {within:?}:\n{}", self.seen);
+            assert!(
+                Instant::now() < deadline,
+                "it has not ended within {within:?}:\n{}",
+                self.seen
+            );
             thread::sleep(Duration::from_millis(10));
         };
         let mut out = String::new();
@@ -158,11 +169,21 @@ fn migrate_creates_once_and_prints() {
     let database = Database::create_empty();
     let status = run(&database, &["status"]);
     assert_eq!(status.code, 1);
-    assert!(status.err.contains("pg-outbox migrate") && status.err.lines().count() == 1, "{}", status.err);
+    assert!(
+        status.err.contains("pg-outbox migrate") && status.err.lines().count() == 1,
+        "{}",
+        status.err
+    );
     let relay = ran(relay(&database.url()).args(["--log-level", "error"]));
     assert_eq!(relay.code, 1);
-    assert!(relay.err.contains("pg-outbox migrate") && relay.err.lines().count() == 1, "{}", relay.err);
-    assert!(ok(&database, &["migrate"]).contains("created the outbox in schema \"outbox\", version 1"));
+    assert!(
+        relay.err.contains("pg-outbox migrate") && relay.err.lines().count() == 1,
+        "{}",
+        relay.err
+    );
+    assert!(
+        ok(&database, &["migrate"]).contains("created the outbox in schema \"outbox\", version 1")
+    );
     assert!(ok(&database, &["migrate"]).contains("up to date"));
     let sql = ok(&database, &["migrate", "--print", "--schema", "my \"own\""]);
     assert!(sql.contains("CREATE SCHEMA IF NOT EXISTS \"my \"\"own\"\"\""));
@@ -171,19 +192,72 @@ fn migrate_creates_once_and_prints() {
 }
 
 #[test]
+fn migrate_grants() {
+    let database = Database::create_empty();
+    let roles = ["writer", "relay", "monitor"].map(|role| format!("{role}_{}", database.name()));
+    for role in &roles {
+        database.execute(&format!("CREATE ROLE {role}"));
+    }
+    let [writer, relay, monitor] = &roles;
+    let arguments =
+        ["migrate", "--grant-writer", writer, "--grant-relay", relay, "--grant-monitor", monitor];
+    let granted = ok(&database, &arguments);
+    ok(&database, &arguments);
+    let may = |role: &str, what: &str| {
+        let sql = format!("SELECT {what}");
+        database.client().query_one(&sql, &[&role]).unwrap().get::<_, bool>(0)
+    };
+    let append = "has_function_privilege($1, (SELECT oid FROM pg_proc WHERE proname = 'outbox_append_all'), 'EXECUTE')";
+    let settle = "has_table_privilege($1, 'outbox.outbox', 'UPDATE')";
+    let scrape = "has_table_privilege($1, 'outbox.outbox_metrics', 'SELECT')";
+    let rights = |role: &str| [append, settle, scrape].map(|what| may(role, what));
+    let found = [rights(writer), rights(relay), rights(monitor)];
+    let unknown = run(&database, &["migrate", "--grant-writer", "no such role"]);
+    let printed = ok(&database, &["migrate", "--print", "--grant-monitor", monitor]);
+    for role in &roles {
+        database.execute(&format!("DROP OWNED BY {role}; DROP ROLE {role}"));
+    }
+    assert_eq!(
+        found,
+        [[true, false, false], [false, true, true], [false, false, true]],
+        "{granted}"
+    );
+    assert_eq!(unknown.code, 1);
+    assert!(unknown.err.contains("granting writing to \"no such role\""), "{}", unknown.err);
+    assert!(printed.trim_end().ends_with(&format!("TO \"{monitor}\";")), "{printed}");
+}
+
+#[test]
 fn append_takes_arguments_files_and_lines() {
     let database = Database::create();
     let url = database.url();
     let id = "01936f5e-8a2b-7c3d-9e4f-5a6b7c8d9e0f";
-    let printed = ok(&database, &[
-        "append", "order", "42", "placed", r#"{"b":1.0, "a":1}"#, "--header", "traceparent=00-a=b", "--event-id", id,
-        "--not-before", "1h", "--content-type", "text/plain",
-    ]);
+    let printed = ok(
+        &database,
+        &[
+            "append",
+            "order",
+            "42",
+            "placed",
+            r#"{"b":1.0, "a":1}"#,
+            "--header",
+            "traceparent=00-a=b",
+            "--event-id",
+            id,
+            "--not-before",
+            "1h",
+            "--content-type",
+            "text/plain",
+        ],
+    );
     assert_eq!(printed, format!("{id}\n"));
     let shown = ok(&database, &["dead-letters", "show", id, "--json"]);
     let shown: Value = serde_json::from_str(&shown).unwrap();
     assert_eq!(shown["payload"], r#"{"b":1.0, "a":1}"#);
-    assert_eq!((&shown["headers"]["traceparent"], &shown["content_type"]), (&"00-a=b".into(), &"text/plain".into()));
+    assert_eq!(
+        (&shown["headers"]["traceparent"], &shown["content_type"]),
+        (&"00-a=b".into(), &"text/plain".into())
+    );
     assert!(!shown["not_before"].is_null());
     let again = run(&database, &["append", "order", "42", "placed", "{}", "--event-id", id]);
     assert_eq!(again.code, 1);
@@ -199,7 +273,8 @@ fn append_takes_arguments_files_and_lines() {
         {"aggregate_type":"a","aggregate_id":"1","event_type":"t","payload_hex":"ff00","headers":{"h":"v"}}"#;
     let appended = with_input(lines, input);
     assert_eq!((appended.code, appended.out.lines().count()), (0, 2), "{}", appended.err);
-    let payloads = database.client().query("SELECT payload FROM outbox.outbox ORDER BY id", &[]).unwrap();
+    let payloads =
+        database.client().query("SELECT payload FROM outbox.outbox ORDER BY id", &[]).unwrap();
     let payloads: Vec<Vec<u8>> = payloads.iter().skip(1).map(|row| row.get(0)).collect();
     assert_eq!(payloads, [b"\xff\0\r\n".to_vec(), b"x".to_vec(), b"\xff\0".to_vec()]);
 
@@ -209,7 +284,11 @@ fn append_takes_arguments_files_and_lines() {
     let good = "{\"aggregate_type\":\"a\",\"aggregate_id\":\"1\",\"event_type\":\"t\",\"payload\":\"x\"}\n".repeat(1200);
     let broken = with_input(broken, format!("{good}{{}}\n").as_bytes());
     assert_eq!(broken.code, 2);
-    assert!(broken.err.contains("line 1201: aggregate_type is missing; nothing was appended"), "{}", broken.err);
+    assert!(
+        broken.err.contains("line 1201: aggregate_type is missing; nothing was appended"),
+        "{}",
+        broken.err
+    );
     for (arguments, expected) in [
         (vec!["append", "order", "", "t", "{}"], "aggregate id is empty; 1 to 255"),
         (vec!["append", "order", "1", "t"], "the payload is missing"),
@@ -229,7 +308,11 @@ fn status_why_metrics_and_prune() {
     database.append("order", "1", "placed", b"{}");
     let status = run(&database, &["status"]);
     assert_eq!(status.code, 4);
-    assert!(status.out.starts_with("down: no relay is alive; 1 pending event waits"), "{}", status.out);
+    assert!(
+        status.out.starts_with("down: no relay is alive; 1 pending event waits"),
+        "{}",
+        status.out
+    );
     let json = run(&database, &["status", "--json"]);
     let json: Value = serde_json::from_str(&json.out).unwrap();
     assert_eq!((&json["health"], &json["metrics"]["pending_rows"]), (&"down".into(), &1.into()));
@@ -252,9 +335,18 @@ fn dead_letters_from_list_to_discard() {
     let database = with_dead_letters();
     let list = ok(&database, &["dead-letters", "list"]);
     assert_eq!(list.lines().count(), 4, "one line an event: {list}");
-    assert!(!list.chars().any(|c| c.is_control() && c != '\n') && !list.contains('\u{202e}'), "{list:?}");
-    assert!(list.contains("schema \\u{1b}[31mregistry\\nsays no 1") && list.contains('…'), "{list}");
-    assert!(list.lines().nth(1).unwrap().contains("order A") && list.contains("1 for 0 s"), "{list}");
+    assert!(
+        !list.chars().any(|c| c.is_control() && c != '\n') && !list.contains('\u{202e}'),
+        "{list:?}"
+    );
+    assert!(
+        list.contains("schema \\u{1b}[31mregistry\\nsays no 1") && list.contains('…'),
+        "{list}"
+    );
+    assert!(
+        list.lines().nth(1).unwrap().contains("order A") && list.contains("1 for 0 s"),
+        "{list}"
+    );
     let json = ok(&database, &["dead-letters", "list", "--json", "--aggregate-type", "order"]);
     let json: Vec<Value> = json.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!((json.len(), &json[0]["id"], &json[0]["held"]), (2, &1.into(), &1.into()));
@@ -264,7 +356,9 @@ fn dead_letters_from_list_to_discard() {
     assert_eq!(groups.lines().count(), 2, "{groups}");
     let shown = ok(&database, &["dead-letters", "show", "4"]);
     assert!(shown.contains("\\u{1b}[2J") && !shown.contains('\x1b'), "{shown:?}");
-    assert!(ok(&database, &["dead-letters", "show", "3", "--json"]).contains(r#""payload_hex":"ff00""#));
+    assert!(
+        ok(&database, &["dead-letters", "show", "3", "--json"]).contains(r#""payload_hex":"ff00""#)
+    );
     assert_eq!(run(&database, &["dead-letters", "show", "9"]).code, 3);
 
     for verb in ["requeue", "discard"] {
@@ -284,13 +378,19 @@ fn dead_letters_from_list_to_discard() {
     }
     assert_eq!(database.count("status = 'dead'"), 3);
     assert_eq!(run(&database, &["dead-letters", "requeue", "--reason", "nothing like it"]).code, 3);
-    let requeued = ok(&database, &["dead-letters", "requeue", "--aggregate-type", "order", "--aggregate-id", "A"]);
+    let requeued = ok(
+        &database,
+        &["dead-letters", "requeue", "--aggregate-type", "order", "--aggregate-id", "A"],
+    );
     assert!(requeued.ends_with("requeued 1 event\n"), "{requeued}");
     assert_eq!(database.count("id = 1 AND status = 'pending' AND last_error IS NOT NULL"), 1);
     let no_note = run(&database, &["dead-letters", "discard", "3"]);
     assert_eq!(no_note.code, 2);
     ok(&database, &["dead-letters", "discard", "3", "--note", "test data"]);
-    assert_eq!(database.count("id = 3 AND status = 'discarded' AND discard_note = 'tester: test data'"), 1);
+    assert_eq!(
+        database.count("id = 3 AND status = 'discarded' AND discard_note = 'tester: test data'"),
+        1
+    );
     assert_eq!(run(&database, &["dead-letters", "discard", "3", "--note", "again"]).code, 3);
     ok(&database, &["dead-letters", "requeue", "--all"]);
     assert_eq!(ok(&database, &["dead-letters", "list"]), "no dead letters\n");
@@ -307,14 +407,26 @@ fn check_says_a_line_for_everything() {
     for (line, name) in lines.iter().zip(names) {
         assert!(line.starts_with(&format!("ok    {name}")), "{line}");
     }
-    assert_eq!(database.client().query("SELECT FROM outbox.outbox_relay", &[]).unwrap().len(), 0, "taken back");
+    assert_eq!(
+        database.client().query("SELECT FROM outbox.outbox_relay", &[]).unwrap().len(),
+        0,
+        "taken back"
+    );
 
     let bad = run(&database, &["check", "--schema", "other", "--lease", "1s"]);
     assert_eq!(bad.code, 4, "{}", bad.out);
-    for expected in ["FAIL  settings   lease (1s) must be longer", "FAIL  schema", "FAIL  broker     no broker is named", "?     writable"] {
+    for expected in [
+        "FAIL  settings   lease (1s) must be longer",
+        "FAIL  schema",
+        "FAIL  broker     no broker is named",
+        "?     writable",
+    ] {
         assert!(bad.out.contains(expected), "{}", bad.out);
     }
-    database.execute(&format!("ALTER DATABASE {} SET default_transaction_read_only = on", database.name()));
+    database.execute(&format!(
+        "ALTER DATABASE {} SET default_transaction_read_only = on",
+        database.name()
+    ));
     let read_only = run(&database, &["check", "--broker", "stdout"]);
     assert_eq!(read_only.code, 4);
     assert!(read_only.out.contains("FAIL  writable   it is read-only"), "{}", read_only.out);
@@ -332,8 +444,13 @@ fn the_demo_happens_and_leaves_nothing() {
     assert_eq!(told.code, 0, "{}{}", told.out, told.err);
     assert!(started.elapsed() < 60 * SECOND);
     for expected in [
-        "x B placed  rejected, so dead at once", "~ A placed  attempt 2 failed", "| B paid    held behind a dead event",
-        "+ A placed  published, at attempt 3", "outbox_held_rows 1\n", "+ B paid    published", "outbox_published_total 5\n",
+        "x B placed  rejected, so dead at once",
+        "~ A placed  attempt 2 failed",
+        "| B paid    held behind a dead event",
+        "+ A placed  published, at attempt 3",
+        "outbox_held_rows 1\n",
+        "+ B paid    published",
+        "outbox_published_total 5\n",
     ] {
         assert!(told.out.contains(expected), "{expected}:\n{}", told.out);
     }
@@ -356,9 +473,13 @@ fn every_help_is_there_and_shows_no_value() {
     for expected in ["Exit codes:", "130", "DATABASE_URL", "PGSSLMODE"] {
         assert!(help.out.contains(expected), "{}", help.out);
     }
-    for subcommand in ["migrate", "check", "run", "append", "status", "why", "metrics", "prune", "demo"] {
+    for subcommand in
+        ["migrate", "check", "run", "append", "status", "why", "metrics", "prune", "demo"]
+    {
         let mut asked = bare();
-        asked.env("PG_OUTBOX_BROKER", "amqp://u:s3cret@h").env("DATABASE_URL", "postgres://u:s3cret@h/x");
+        asked
+            .env("PG_OUTBOX_BROKER", "amqp://u:s3cret@h")
+            .env("DATABASE_URL", "postgres://u:s3cret@h/x");
         let help = ran(asked.args([subcommand, "--help"]));
         assert_eq!(help.code, 0, "{subcommand}");
         assert!(!help.out.contains("s3cret"), "{}", help.out);
@@ -380,14 +501,27 @@ fn unknown_and_malformed_settings_are_named() {
         ran.err
     };
     let text = started("PG_OUTBOX_LEESE", "30s");
-    assert!(text.contains("PG_OUTBOX_LEESE") && text.contains("nearest that is known is PG_OUTBOX_LEASE"), "{text}");
+    assert!(
+        text.contains("PG_OUTBOX_LEESE")
+            && text.contains("nearest that is known is PG_OUTBOX_LEASE"),
+        "{text}"
+    );
     assert!(started("pg_outbox_workers", "2").contains("PG_OUTBOX_WORKERS"));
     for value in ["15", "15000", "0", "-1", "1e309", "", "NaN", "30 sec onds"] {
         let text = started("PG_OUTBOX_LEASE", value);
-        assert!(text.contains("--lease") && text.contains("PG_OUTBOX_LEASE") && text.contains("30s, 5m, 24h"), "{text}");
+        assert!(
+            text.contains("--lease")
+                && text.contains("PG_OUTBOX_LEASE")
+                && text.contains("30s, 5m, 24h"),
+            "{text}"
+        );
     }
     for (name, value, expected) in [
-        ("PG_OUTBOX_LEASE", "12s", "lease (12s) must be longer than publish_timeout (10s) + lease_margin (5s)"),
+        (
+            "PG_OUTBOX_LEASE",
+            "12s",
+            "lease (12s) must be longer than publish_timeout (10s) + lease_margin (5s)",
+        ),
         ("PG_OUTBOX_POLL_INTERVAL", "2m", "poll_interval (120s) must be 1ms to 60s"),
         ("PG_OUTBOX_WORKERS", "many", "--workers"),
         ("PG_OUTBOX_WORKERS", "0", "workers (0) must be 1 to 64"),
@@ -403,10 +537,17 @@ fn unknown_and_malformed_settings_are_named() {
         let text = started(name, value);
         assert!(text.contains(expected), "{name}={value}: {text}");
     }
-    for (mode, url) in [("require", "postgres://u@h/x?sslmode=require"), ("verify-full", "host=h sslmode=verify-full")] {
+    for (mode, url) in [
+        ("require", "postgres://u@h/x?sslmode=require"),
+        ("verify-full", "host=h sslmode=verify-full"),
+    ] {
         let refused = ran(command(url).arg("status"));
         assert_eq!(refused.code, 2);
-        assert!(refused.err.contains(mode) && refused.err.contains("no TLS to PostgreSQL"), "{}", refused.err);
+        assert!(
+            refused.err.contains(mode) && refused.err.contains("no TLS to PostgreSQL"),
+            "{}",
+            refused.err
+        );
     }
     let nothing = ran(bare().arg("status"));
     assert_eq!(nothing.code, 2);
@@ -425,7 +566,10 @@ fn the_variables_of_libpq_name_the_database() {
         postgres::config::Host::Unix(path) => path.display().to_string(),
     };
     let mut command = bare();
-    command.env("PGHOST", host).env("PGPORT", config.get_ports()[0].to_string()).env("PGDATABASE", database.name());
+    command
+        .env("PGHOST", host)
+        .env("PGPORT", config.get_ports()[0].to_string())
+        .env("PGDATABASE", database.name());
     command.env("PGUSER", config.get_user().unwrap()).env("PGAPPNAME", "named");
     if let Some(password) = config.get_password() {
         command.env("PGPASSWORD", String::from_utf8(password.to_vec()).unwrap());
@@ -447,13 +591,26 @@ fn a_password_is_never_shown() {
     let database = Database::create();
     let good = database.url().replacen("postgres@", "postgres:s3cret@", 1);
     let urls = [
-        good.as_str(), "postgres://u:s3cret@127.0.0.1:1/x", "postgres://u:q^G$F%Js3cret@127.0.0.1:1/x",
-        "postgres://u:s3cret@127.0.0.1:port/x", "postgres://u:x@s3cret@127.0.0.1/x", "postgres://u:x/s3cret@127.0.0.1:1/x",
-        "postgres//u:s3cret@h/x", "mysql://u:s3cret@h/x", "s3cret", "host=h password=s3cret user", "postgres://u:s3cret@h/x?sslmode=verify-full",
+        good.as_str(),
+        "postgres://u:s3cret@127.0.0.1:1/x",
+        "postgres://u:q^G$F%Js3cret@127.0.0.1:1/x",
+        "postgres://u:s3cret@127.0.0.1:port/x",
+        "postgres://u:x@s3cret@127.0.0.1/x",
+        "postgres://u:x/s3cret@127.0.0.1:1/x",
+        "postgres//u:s3cret@h/x",
+        "mysql://u:s3cret@h/x",
+        "s3cret",
+        "host=h password=s3cret user",
+        "postgres://u:s3cret@h/x?sslmode=verify-full",
         "postgres://u:s3cret@h/x?nonsense=1",
     ];
     let check = |what: &str, ran: Ran| {
-        assert!(!format!("{}{}", ran.out, ran.err).contains("s3cret"), "{what}: {}{}", ran.out, ran.err);
+        assert!(
+            !format!("{}{}", ran.out, ran.err).contains("s3cret"),
+            "{what}: {}{}",
+            ran.out,
+            ran.err
+        );
     };
     for url in urls {
         for arguments in [&["status"][..], &["check", "--broker", "stdout"]] {
@@ -473,13 +630,24 @@ fn a_password_is_never_shown() {
         check(url, ran(bare().env("PG_OUTBOX_LISTEN", url).args(["run"])));
     }
     for url in [
-        "amqp://u:s3cret@127.0.0.1:1/v", "amqp://u:x@s3cret@h", "amqp://u:x/s3cret@h", "amqp:/u:s3cret@h", "kafka://u:s3cret@h",
-        "amqps://u:s3cret@127.0.0.1:port", "s3cret",
+        "amqp://u:s3cret@127.0.0.1:1/v",
+        "amqp://u:x@s3cret@h",
+        "amqp://u:x/s3cret@h",
+        "amqp:/u:s3cret@h",
+        "kafka://u:s3cret@h",
+        "amqps://u:s3cret@127.0.0.1:port",
+        "s3cret",
     ] {
         for mut command in [command(&database.url()), command(&database.url())] {
-            check(url, ran(command.env("RUST_LOG", "trace").env("PG_OUTBOX_BROKER", url).arg("check")));
+            check(
+                url,
+                ran(command.env("RUST_LOG", "trace").env("PG_OUTBOX_BROKER", url).arg("check")),
+            );
         }
-        check(url, ran(command(&database.url()).env("RUST_LOG", "trace").args(["check", "--broker", url])));
+        check(
+            url,
+            ran(command(&database.url()).env("RUST_LOG", "trace").args(["check", "--broker", url])),
+        );
     }
 }
 
@@ -491,7 +659,13 @@ fn a_running_relay_shows_no_password_to_ps_or_metrics() {
     assert!(url.contains("s3cret"));
     let mut command = command(&url);
     command.env("RUST_LOG", "trace").env("PG_OUTBOX_RELAY_ID", "secretive");
-    let mut running = Running::start(command.args(["run", "--broker", "stdout", "--listen", &format!("127.0.0.1:{port}")]));
+    let mut running = Running::start(command.args([
+        "run",
+        "--broker",
+        "stdout",
+        "--listen",
+        &format!("127.0.0.1:{port}"),
+    ]));
     running.wait_for("started with");
     let cmdline = std::fs::read_to_string(format!("/proc/{}/cmdline", running.child.id())).unwrap();
     assert!(cmdline.contains("run") && !cmdline.contains("s3cret"), "{cmdline}");
@@ -546,14 +720,25 @@ fn stuck(database: &Database, settings: &[&str]) -> Running {
     database.append("order", "1", "placed", &vec![b'x'; 1_000_000]);
     let mut running = Running::start(relay(&database.url()).args(settings));
     running.wait_for("started with");
-    eventually("it is being published", 20 * SECOND, || database.count("locked_by IS NOT NULL") == 1);
+    eventually("it is being published", 20 * SECOND, || {
+        database.count("locked_by IS NOT NULL") == 1
+    });
     running
 }
 
 #[test]
 fn a_stop_is_bounded_while_the_publisher_hangs() {
     let database = Database::create();
-    let settings = ["--publish-timeout", "500ms", "--lease-margin", "500ms", "--lease", "2s", "--shutdown-timeout", "1s"];
+    let settings = [
+        "--publish-timeout",
+        "500ms",
+        "--lease-margin",
+        "500ms",
+        "--lease",
+        "2s",
+        "--shutdown-timeout",
+        "1s",
+    ];
     let mut running = stuck(&database, &settings);
     let started = Instant::now();
     running.signal("TERM");
@@ -583,13 +768,22 @@ fn a_port_that_is_taken_is_said() {
     let addr = taken.local_addr().unwrap().to_string();
     let ran = ran(command(&database.url()).args(["run", "--broker", "stdout", "--listen", &addr]));
     assert_eq!(ran.code, 1);
-    assert!(ran.err.contains(&format!("listening on {addr}")) && ran.err.contains("--listen"), "{}", ran.err);
+    assert!(
+        ran.err.contains(&format!("listening on {addr}")) && ran.err.contains("--listen"),
+        "{}",
+        ran.err
+    );
 }
 
 #[test]
 fn a_reader_that_goes_away_is_no_failure() {
     let database = Database::create();
-    let mut child = command(&database.url()).args(["migrate", "--print"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut child = command(&database.url())
+        .args(["migrate", "--print"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
     drop(child.stdout.take());
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
