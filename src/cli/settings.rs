@@ -107,16 +107,15 @@ fn variables(command: &Command) -> Vec<(String, String)> {
 /// Refuses variables with our prefix that no option reads: a misspelt setting must not be a silent default.
 fn refuse_unknown(command: &Command, names: &[String]) -> Result<(), Failure> {
     let known: Vec<String> = variables(command).into_iter().map(|(_, name)| name).collect();
-    let ours = names.iter().filter(|name| name.to_ascii_uppercase().starts_with(PREFIX));
-    for name in ours.filter(|name| !known.contains(name)) {
-        let nearest = known.iter().min_by_key(|known| distance(known, &name.to_ascii_uppercase()));
-        let nearest = nearest.map(|nearest| format!("; the nearest that is known is {nearest}"));
-        return Err(Failure::usage(format!(
-            "the variable {name} is not a setting of pg-outbox{}",
-            nearest.unwrap_or_default()
-        )));
-    }
-    Ok(())
+    let is_strange =
+        |name: &&String| name.to_ascii_uppercase().starts_with(PREFIX) && !known.contains(name);
+    let Some(name) = names.iter().find(is_strange) else { return Ok(()) };
+    let nearest = known.iter().min_by_key(|known| distance(known, &name.to_ascii_uppercase()));
+    let nearest = nearest.map(|nearest| format!("; the nearest that is known is {nearest}"));
+    Err(Failure::usage(format!(
+        "the variable {name} is not a setting of pg-outbox{}",
+        nearest.unwrap_or_default()
+    )))
 }
 
 /// How many letters have to be changed, added or removed.
