@@ -41,7 +41,9 @@ pub(super) fn fault(config: &RabbitMqConfig, error: &Error) -> Fault {
         406 if text.to_lowercase().contains("message size") => {
             Fault::TooLarge { limit: last_number(&text) }
         }
-        406 if text.to_lowercase().contains("disk") => everyone("the broker is short of disk space"),
+        406 if text.to_lowercase().contains("disk") => {
+            everyone("the broker is short of disk space")
+        }
         320 => everyone("the broker or its operator closed the connection"),
         530 | 402 => everyone("mend the vhost, or the user's access to it"),
         code if matches!(refusal.kind(), AMQPErrorKind::Hard(_)) => {
@@ -73,8 +75,11 @@ pub(super) fn connecting(config: &RabbitMqConfig, error: &Error) -> PublishError
 /// No connection in time.
 pub(super) fn connecting_timed_out(config: &RabbitMqConfig) -> PublishError {
     let address = config.address();
-    PublishError::transient(format!("no connection to RabbitMQ at {address} in time (up to {:?})", config.connect_timeout))
-        .broker()
+    PublishError::transient(format!(
+        "no connection to RabbitMQ at {address} in time (up to {:?})",
+        config.connect_timeout
+    ))
+    .broker()
 }
 
 /// A channel could not be opened on a connection that stands.
@@ -100,29 +105,46 @@ pub(super) fn unsent() -> PublishError {
 
 /// Confirmed, but it cannot be told whether it had come back as unroutable.
 pub(super) fn return_unknown() -> PublishError {
-    PublishError::transient("confirmed, but RabbitMQ was lost before it was clear that a queue took the event")
-        .in_doubt()
+    PublishError::transient(
+        "confirmed, but RabbitMQ was lost before it was clear that a queue took the event",
+    )
+    .in_doubt()
 }
 
 /// The broker's queue refused the event.
 pub(super) fn nack() -> PublishError {
-    PublishError::transient("RabbitMQ refused the event (basic.nack): its queue is full or could not store it").destination()
+    PublishError::transient(
+        "RabbitMQ refused the event (basic.nack): its queue is full or could not store it",
+    )
+    .destination()
 }
 
 /// No queue is bound for the event.
-pub(super) fn unroutable(config: &RabbitMqConfig, key: &str, code: u16, text: &str) -> PublishError {
+pub(super) fn unroutable(
+    config: &RabbitMqConfig,
+    key: &str,
+    code: u16,
+    text: &str,
+) -> PublishError {
     let reason = format!(
         "unroutable: exchange {:?} has no queue bound for routing key {key:?} ({code} {text}); bind one{}",
         config.exchange,
         if config.retry_unroutable { "" } else { " and requeue" }
     );
-    if config.retry_unroutable { PublishError::transient(reason) } else { PublishError::permanent(reason) }
+    if config.retry_unroutable {
+        PublishError::transient(reason)
+    } else {
+        PublishError::permanent(reason)
+    }
 }
 
 /// The payload is over the broker's limit.
 pub(super) fn too_large(event: &Event, limit: Option<usize>) -> PublishError {
     let size = event.payload.len();
-    let limit = limit.map_or_else(|| "limit, which it did not name".into(), |limit| format!("limit of {limit} bytes"));
+    let limit = limit.map_or_else(
+        || "limit, which it did not name".into(),
+        |limit| format!("limit of {limit} bytes"),
+    );
     PublishError::permanent(format!(
         "the payload has {size} bytes, over the broker's {limit} (max_message_size); send a reference instead, or raise the limit and requeue"
     ))
@@ -130,15 +152,21 @@ pub(super) fn too_large(event: &Event, limit: Option<usize>) -> PublishError {
 
 /// Another event of the same wave closed the channel.
 pub(super) fn bystander(cause: &str) -> PublishError {
-    PublishError::transient(format!("sent beside an event that closed the channel, and not yet confirmed ({cause})"))
+    PublishError::transient(format!(
+        "sent beside an event that closed the channel, and not yet confirmed ({cause})"
+    ))
 }
 
 /// What became of a connection, in words.
 pub(super) fn lost(config: &RabbitMqConfig, error: &Error) -> String {
     let address = config.address();
     match error.kind() {
-        ErrorKind::MissingHeartbeatError => format!("RabbitMQ at {address} is silent: no heartbeat"),
-        ErrorKind::IOError(error) => format!("the connection to RabbitMQ at {address} was lost: {error}"),
+        ErrorKind::MissingHeartbeatError => {
+            format!("RabbitMQ at {address} is silent: no heartbeat")
+        }
+        ErrorKind::IOError(error) => {
+            format!("the connection to RabbitMQ at {address} was lost: {error}")
+        }
         _ => format!("the connection to RabbitMQ at {address} was lost: {error}"),
     }
 }
@@ -172,7 +200,8 @@ mod tests {
     }
 
     fn refusal(code: u16, text: &str) -> Error {
-        ErrorKind::ProtocolError(AMQPError::from_id(code, text.into()).expect("a known code")).into()
+        ErrorKind::ProtocolError(AMQPError::from_id(code, text.into()).expect("a known code"))
+            .into()
     }
 
     fn broker_trouble(fault: Fault) -> String {
@@ -185,9 +214,17 @@ mod tests {
     fn what_meets_everyone_pauses_the_relay() {
         for (code, text, expected) in [
             (404, "NOT_FOUND - no exchange 'x' in vhost '/'", "declare the exchange"),
-            (403, "ACCESS_REFUSED - access to exchange 'x' in vhost '/' refused for user 'u'", "write permission"),
+            (
+                403,
+                "ACCESS_REFUSED - access to exchange 'x' in vhost '/' refused for user 'u'",
+                "write permission",
+            ),
             (406, "PRECONDITION_FAILED - Server low on disk space", "disk space"),
-            (320, "CONNECTION_FORCED - broker forced connection closure with reason 'shutdown'", "operator"),
+            (
+                320,
+                "CONNECTION_FORCED - broker forced connection closure with reason 'shutdown'",
+                "operator",
+            ),
             (530, "NOT_ALLOWED - vhost '/' is down", "vhost"),
         ] {
             let reason = broker_trouble(fault(&config(), &refusal(code, text)));
@@ -195,34 +232,49 @@ mod tests {
         }
         let io = Error::from(std::io::Error::from(std::io::ErrorKind::ConnectionReset));
         assert!(broker_trouble(fault(&config(), &io)).contains("connection reset"));
-        assert!(broker_trouble(fault(&config(), &ErrorKind::MissingHeartbeatError.into())).contains("heartbeat"));
+        assert!(
+            broker_trouble(fault(&config(), &ErrorKind::MissingHeartbeatError.into()))
+                .contains("heartbeat")
+        );
     }
 
     #[test]
     fn what_one_event_did_is_told_apart() {
-        let size = "PRECONDITION_FAILED - message size 200001 is larger than configured max size 200000";
+        let size =
+            "PRECONDITION_FAILED - message size 200001 is larger than configured max size 200000";
         assert_eq!(fault(&config(), &refusal(406, size)), Fault::TooLarge { limit: Some(200_000) });
         let topic = "ACCESS_REFUSED - access to topic 'a.b' in exchange 'x' in vhost '/' refused for user 'u'";
-        let Fault::RoutingKey(key, error) = fault(&config(), &refusal(403, topic)) else { panic!("no key") };
+        let Fault::RoutingKey(key, error) = fault(&config(), &refusal(403, topic)) else {
+            panic!("no key")
+        };
         assert_eq!((&*key, error.scope()), ("a.b", FailureScope::Destination));
         for code in [406, 501, 541] {
             let text = "SOMETHING - nobody has seen yet";
-            assert!(matches!(fault(&config(), &refusal(code, text)), Fault::Unknown(t) if t.contains(text)));
+            assert!(
+                matches!(fault(&config(), &refusal(code, text)), Fault::Unknown(t) if t.contains(text))
+            );
         }
     }
 
     #[test]
     fn a_failed_login_is_broker_trouble_without_the_password() {
-        let login = refusal(403, "ACCESS_REFUSED - Login was refused using authentication mechanism PLAIN.");
+        let login = refusal(
+            403,
+            "ACCESS_REFUSED - Login was refused using authentication mechanism PLAIN.",
+        );
         let error = connecting(&config(), &login);
         assert_eq!((error.kind(), error.scope()), (FailureKind::Transient, FailureScope::Broker));
-        assert!(error.reason().contains("check the user and the password") && !error.reason().contains("s3cret"));
+        assert!(
+            error.reason().contains("check the user and the password")
+                && !error.reason().contains("s3cret")
+        );
     }
 
     #[test]
     fn the_error_that_explains_the_others_wins() {
         use lapin::ChannelState;
-        let follow_up: Error = ErrorKind::InvalidChannelState(ChannelState::Closing, "basic.publish").into();
+        let follow_up: Error =
+            ErrorKind::InvalidChannelState(ChannelState::Closing, "basic.publish").into();
         let io = Error::from(std::io::Error::other("x"));
         let refusal = refusal(404, "NOT_FOUND");
         assert_eq!(cause([&follow_up, &io, &refusal].into_iter()), Some(&refusal));

@@ -318,7 +318,8 @@ impl RoutingKey {
         let mut rest = template.as_str();
         while let Some(start) = rest.find(['{', '}']) {
             let (text, after) = rest.split_at(start);
-            let Some((name, after)) = after.strip_prefix('{').and_then(|a| a.split_once('}')) else {
+            let Some((name, after)) = after.strip_prefix('{').and_then(|a| a.split_once('}'))
+            else {
                 return refuse("has a brace without its partner".into());
             };
             parts.push(Part::Text(text.into()));
@@ -331,9 +332,12 @@ impl RoutingKey {
             rest = after;
         }
         parts.push(Part::Text(rest.into()));
-        let fixed = parts.iter().map(|p| if let Part::Text(t) = p { t.len() } else { 0 }).sum::<usize>();
+        let fixed =
+            parts.iter().map(|p| if let Part::Text(t) = p { t.len() } else { 0 }).sum::<usize>();
         if fixed > MAX_SHORT_STRING_BYTES {
-            return refuse(format!("has more than {MAX_SHORT_STRING_BYTES} bytes besides its placeholders"));
+            return refuse(format!(
+                "has more than {MAX_SHORT_STRING_BYTES} bytes besides its placeholders"
+            ));
         }
         Ok(Self { template, parts })
     }
@@ -376,7 +380,10 @@ mod tests {
         }
         let config = RabbitMqConfig::builder("amqp://h?heartbeat=7").build().expect("heartbeat");
         assert_eq!(config.uri.query.heartbeat, Some(7));
-        assert_eq!(RabbitMqConfig::builder("amqp://[::1]").build().expect("v6").address(), "[::1]:5672");
+        assert_eq!(
+            RabbitMqConfig::builder("amqp://[::1]").build().expect("v6").address(),
+            "[::1]:5672"
+        );
     }
 
     #[test]
@@ -402,11 +409,16 @@ mod tests {
             let builder = RabbitMqConfig::builder(url);
             assert!(!format!("{builder:?}").contains("s3cret"));
             let text = refused(builder);
-            assert!(!text.contains("s3cret") && text.contains("amqp://user:password@host"), "{url}: {text}");
+            assert!(
+                !text.contains("s3cret") && text.contains("amqp://user:password@host"),
+                "{url}: {text}"
+            );
         }
         for length in [1, 30] {
             let password = "s".repeat(length) + "3cret";
-            let config = RabbitMqConfig::builder(format!("amqp://u:{password}@h/v")).build().expect("a good URL");
+            let config = RabbitMqConfig::builder(format!("amqp://u:{password}@h/v"))
+                .build()
+                .expect("a good URL");
             let shown = format!("{config:?}{config:#?}");
             assert!(!shown.contains("3cret") && shown.contains("h:5672"), "{shown}");
             assert!(!shown.contains(&password.len().to_string()) || password.len() < 10, "{shown}");
@@ -417,14 +429,23 @@ mod tests {
     fn settings_are_explained() {
         let builder = || RabbitMqConfig::builder("amqp://h");
         for (settings, expected) in [
-            (builder().routing_key("{agregate_type}"), "unknown placeholder {agregate_type}; the placeholders are"),
+            (
+                builder().routing_key("{agregate_type}"),
+                "unknown placeholder {agregate_type}; the placeholders are",
+            ),
             (builder().routing_key("a{event_type"), "a brace without its partner"),
             (builder().routing_key("a}"), "a brace without its partner"),
             (builder().routing_key("x".repeat(256)), "more than 255 bytes besides"),
             (builder().exchange("x".repeat(256)), "exchange must have at most 255 bytes"),
             (builder().exchange("a\nb"), "no control characters"),
-            (builder().connect_timeout(Duration::ZERO), "connect_timeout (0ns) must be 1ms to 300s"),
-            (builder().heartbeat(Duration::from_millis(1500)), "heartbeat (1.5s) must be whole seconds"),
+            (
+                builder().connect_timeout(Duration::ZERO),
+                "connect_timeout (0ns) must be 1ms to 300s",
+            ),
+            (
+                builder().heartbeat(Duration::from_millis(1500)),
+                "heartbeat (1.5s) must be whole seconds",
+            ),
             (builder().max_body_bytes(0), "max_body_bytes (0) must be at least 1"),
             (builder().ca_file("ca.pem"), "use amqps://"),
         ] {

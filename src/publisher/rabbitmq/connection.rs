@@ -71,7 +71,8 @@ impl Link {
                 }
                 Ok(stream.into_tls(&dialled.uri.authority.host, tls.as_ref()).await?)
             };
-            let connection = Connection::connector(config.uri.clone(), runtime, dial, properties).await?;
+            let connection =
+                Connection::connector(config.uri.clone(), runtime, dial, properties).await?;
             let notices: Notices = Box::pin(connection.events_listener());
             let channel = open_channel(&connection).await?;
             lapin::Result::Ok((connection, notices, channel))
@@ -91,10 +92,9 @@ impl Link {
             }),
             failed => {
                 socket.cut();
-                Err(failed.and_then(Result::err).map_or_else(
-                    || classify::connecting_timed_out(config),
-                    |error| refuse(&error),
-                ))
+                Err(failed
+                    .and_then(Result::err)
+                    .map_or_else(|| classify::connecting_timed_out(config), |error| refuse(&error)))
             }
         }
     }
@@ -161,7 +161,11 @@ impl Link {
     }
 
     /// Asks the broker whether the exchange is there. A refusal closes the channel.
-    pub(super) fn find_exchange(&self, exchange: &str, deadline: Instant) -> Option<lapin::Result<()>> {
+    pub(super) fn find_exchange(
+        &self,
+        exchange: &str,
+        deadline: Instant,
+    ) -> Option<lapin::Result<()>> {
         let options = ExchangeDeclareOptions { passive: true, ..ExchangeDeclareOptions::default() };
         let (kind, none) = (ExchangeKind::Topic, FieldTable::default());
         until(deadline, self.channel.exchange_declare(exchange.into(), kind, options, none))

@@ -75,7 +75,8 @@ async fn send(channel: &Channel, config: &RabbitMqConfig, wave: &[Event], slots:
         let event = &wave[slot.index];
         let (exchange, key) = (config.exchange.as_str().into(), slot.key.as_str().into());
         slot.handed = true;
-        match channel.basic_publish(exchange, key, options, &event.payload, properties(event)).await {
+        match channel.basic_publish(exchange, key, options, &event.payload, properties(event)).await
+        {
             Ok(confirm) => slot.confirm = Some(confirm),
             Err(error) => {
                 slot.answer = Some(Err(error));
@@ -142,7 +143,11 @@ pub(super) fn carried(confirmation: &Confirmation) -> Option<&BasicReturnMessage
 /// Checks what AMQP cannot carry. A longer routing key must not be cut or wrapped: it would go elsewhere.
 pub(super) fn check(config: &RabbitMqConfig, event: &Event) -> Result<(), PublishError> {
     let key = config.routing_key.of(event);
-    let names = [("routing key", &key), ("event type", &event.event_type), ("content type", &event.content_type)];
+    let names = [
+        ("routing key", &key),
+        ("event type", &event.event_type),
+        ("content type", &event.content_type),
+    ];
     let headers = event.headers.keys().map(|name| ("header name", name));
     for (what, value) in names.into_iter().chain(headers) {
         if value.len() > MAX_SHORT_STRING_BYTES {
@@ -160,7 +165,11 @@ pub(super) fn check_frame(event: &Event, frame_max: usize) -> Result<(), Publish
     // Frame 8, content header 14, table 4, timestamp 8, mode 1, message id 37, two short strings 2.
     let fixed = 74 + event.content_type.len() + event.event_type.len();
     // A name has 1 byte of length, a value 1 of type and 4 of length.
-    let headers = event.message_headers().iter().map(|(name, value)| name.len() + value.len() + 6).sum::<usize>();
+    let headers = event
+        .message_headers()
+        .iter()
+        .map(|(name, value)| name.len() + value.len() + 6)
+        .sum::<usize>();
     let size = fixed + headers;
     if size > frame_max {
         return Err(PublishError::permanent(format!(

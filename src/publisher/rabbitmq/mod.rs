@@ -98,9 +98,15 @@ impl RabbitMqPublisher {
     }
 
     /// Publishes what has no outcome yet. An error is for all that is left, and nothing of that was sent.
-    fn publish_rest(&mut self, wave: &[Event], deadline: Instant, outcomes: &mut Outcomes) -> Result<(), PublishError> {
+    fn publish_rest(
+        &mut self,
+        wave: &[Event],
+        deadline: Instant,
+        outcomes: &mut Outcomes,
+    ) -> Result<(), PublishError> {
         loop {
-            let mut waiting: Vec<_> = (0..wave.len()).filter(|&index| outcomes.get(index).is_none()).collect();
+            let mut waiting: Vec<_> =
+                (0..wave.len()).filter(|&index| outcomes.get(index).is_none()).collect();
             if waiting.is_empty() {
                 return Ok(());
             }
@@ -126,7 +132,13 @@ impl RabbitMqPublisher {
 
     /// Turns the answers of a flight into outcomes. What the broker cannot have is left unset, to be sent again. An error
     /// is for all that is left.
-    fn settle(&mut self, wave: &[Event], flight: Flight, link: &mut Link, outcomes: &mut Outcomes) -> Result<(), PublishError> {
+    fn settle(
+        &mut self,
+        wave: &[Event],
+        flight: Flight,
+        link: &mut Link,
+        outcomes: &mut Outcomes,
+    ) -> Result<(), PublishError> {
         let (returned, complete) = (flight.returned(), flight.is_complete());
         for slot in &flight.slots {
             let Some(Ok(answer)) = &slot.answer else { continue };
@@ -141,7 +153,10 @@ impl RabbitMqPublisher {
                 match answer {
                     Confirmation::Ack(_) => Ok(()),
                     Confirmation::Nack(_) => Err(classify::nack()),
-                    Confirmation::NotRequested => Err(PublishError::unexplained("the channel is not in confirm mode").in_doubt()),
+                    Confirmation::NotRequested => {
+                        Err(PublishError::unexplained("the channel is not in confirm mode")
+                            .in_doubt())
+                    }
                 }
             };
             match outcome {
@@ -149,7 +164,11 @@ impl RabbitMqPublisher {
                 Err(error) => outcomes.failed(slot.index, error),
             }
         }
-        let open: Vec<_> = flight.slots.iter().filter(|slot| slot.handed && !matches!(slot.answer, Some(Ok(_)))).collect();
+        let open: Vec<_> = flight
+            .slots
+            .iter()
+            .filter(|slot| slot.handed && !matches!(slot.answer, Some(Ok(_))))
+            .collect();
         let for_all = |outcomes: &mut Outcomes, error: PublishError| {
             open.iter().for_each(|slot| outcomes.failed(slot.index, error.clone()));
         };
@@ -163,7 +182,8 @@ impl RabbitMqPublisher {
             }
             (Halt::Finished, None) => Ok(()),
             (Halt::Blocked, None) => {
-                let error = classify::blocked(&link.blocked().unwrap_or_else(|| "for a moment".into()));
+                let error =
+                    classify::blocked(&link.blocked().unwrap_or_else(|| "for a moment".into()));
                 if !open.is_empty() {
                     link.spend();
                 }
@@ -190,7 +210,9 @@ impl RabbitMqPublisher {
         outcomes: &mut Outcomes,
     ) -> Result<(), PublishError> {
         let alone = open.len() == 1;
-        let mut blame = |is_culprit: &dyn Fn(&Slot) -> bool, error: &dyn Fn(&Slot) -> PublishError, cause: &str| {
+        let mut blame = |is_culprit: &dyn Fn(&Slot) -> bool,
+                         error: &dyn Fn(&Slot) -> PublishError,
+                         cause: &str| {
             let first = open.iter().position(|slot| is_culprit(slot)).unwrap_or(open.len());
             for (place, slot) in open.iter().enumerate() {
                 if is_culprit(slot) {
@@ -203,8 +225,14 @@ impl RabbitMqPublisher {
         match fault {
             Fault::TooLarge { limit } if alone || limit.is_some() => {
                 link.limit = limit;
-                let over = |slot: &Slot| alone || limit.is_some_and(|limit| wave[slot.index].payload.len() > limit);
-                blame(&over, &|slot| classify::too_large(&wave[slot.index], limit), "a payload over the broker's limit");
+                let over = |slot: &Slot| {
+                    alone || limit.is_some_and(|limit| wave[slot.index].payload.len() > limit)
+                };
+                blame(
+                    &over,
+                    &|slot| classify::too_large(&wave[slot.index], limit),
+                    "a payload over the broker's limit",
+                );
             }
             Fault::RoutingKey(key, error) => {
                 blame(&|slot| slot.key == key, &|_| error.clone(), error.reason());
@@ -244,7 +272,11 @@ impl Publisher for RabbitMqPublisher {
     fn check(&mut self, deadline: Instant) -> Result<(), PublishError> {
         let mut link = self.take_link(deadline)?;
         // The default exchange is always there, and may not be asked about.
-        let found = if self.config.exchange.is_empty() { Some(Ok(())) } else { link.find_exchange(&self.config.exchange, deadline) };
+        let found = if self.config.exchange.is_empty() {
+            Some(Ok(()))
+        } else {
+            link.find_exchange(&self.config.exchange, deadline)
+        };
         if found.is_none() {
             link.break_off();
         }
@@ -255,7 +287,9 @@ impl Publisher for RabbitMqPublisher {
                 Fault::Everyone(error) | Fault::RoutingKey(_, error) => error,
                 other => PublishError::transient(format!("RabbitMQ: {other:?}")).broker(),
             }),
-            None => Err(PublishError::transient("no answer from RabbitMQ before the deadline").broker()),
+            None => {
+                Err(PublishError::transient("no answer from RabbitMQ before the deadline").broker())
+            }
         }
     }
 }
@@ -277,9 +311,14 @@ fn check(event: &Event, limit: Option<usize>, frame_max: usize) -> Result<(), Pu
 }
 
 /// What may be in flight together: everything, or the largest alone while the connection has not taken its like.
-fn next_batch(wave: &[Event], waiting: Vec<usize>, proven: Option<usize>, one_by_one: bool) -> Vec<usize> {
+fn next_batch(
+    wave: &[Event],
+    waiting: Vec<usize>,
+    proven: Option<usize>,
+    one_by_one: bool,
+) -> Vec<usize> {
     let size = |index: &usize| wave[*index].payload.len();
-    match waiting.iter().copied().max_by_key(size) {
+    match waiting.iter().rev().copied().max_by_key(size) {
         Some(largest) if Some(size(&largest)) > proven => vec![largest],
         _ if one_by_one => waiting.into_iter().take(1).collect(),
         _ => waiting,
