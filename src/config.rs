@@ -222,7 +222,9 @@ fn check_range(name: &str, value: usize, least: usize, most: usize) -> Result<()
 
 fn check_span(name: &str, value: Duration, least: Duration, most: Duration) -> Result<(), Error> {
     if value < least || value > most {
-        return Err(Error::invalid_config(format!("{name} ({value:?}) must be {least:?} to {most:?}")));
+        return Err(Error::invalid_config(format!(
+            "{name} ({value:?}) must be {least:?} to {most:?}"
+        )));
     }
     Ok(())
 }
@@ -251,7 +253,9 @@ mod tests {
     #[test]
     fn the_lease_outlasts_a_publish() {
         let text = refused(builder().lease(15 * SECOND));
-        assert!(text.contains("lease (15s) must be longer than publish_timeout (10s) + lease_margin (5s) = 15s"));
+        assert!(text.contains(
+            "lease (15s) must be longer than publish_timeout (10s) + lease_margin (5s) = 15s"
+        ));
         builder().lease(15 * SECOND + Duration::from_millis(1)).build().expect("just enough");
     }
 
@@ -263,18 +267,33 @@ mod tests {
             builder().policy(policy)
         };
         for (settings, expected) in [
-            (builder().shutdown_timeout(10 * SECOND), "shutdown_timeout (10s) must be longer than publish_timeout"),
+            (
+                builder().shutdown_timeout(10 * SECOND),
+                "shutdown_timeout (10s) must be longer than publish_timeout",
+            ),
             (policy(|p| p.unexplained_budget = 1), "unexplained_budget (1) must be at least 2"),
-            (policy(|p| p.backoff_base = 301 * SECOND), "backoff_base (301s) must not be longer than backoff_cap"),
-            (policy(|p| p.transient_window = 300 * SECOND), "transient_window (300s) must be longer"),
-            (builder().only(vec!["a".into()]).except(vec!["b".into()]), "only and except exclude each other"),
+            (
+                policy(|p| p.backoff_base = 301 * SECOND),
+                "backoff_base (301s) must not be longer than backoff_cap",
+            ),
+            (
+                policy(|p| p.transient_window = 300 * SECOND),
+                "transient_window (300s) must be longer",
+            ),
+            (
+                builder().only(vec!["a".into()]).except(vec!["b".into()]),
+                "only and except exclude each other",
+            ),
             (RelayConfig::builder(""), "relay_id (\"\") must have 1 to 255 bytes"),
             (builder().schema(&"x".repeat(64)), "must have 1 to 63 bytes"),
             (builder().workers(0), "workers (0) must be 1 to 64"),
             (builder().batch_size(10_001), "batch_size (10001) must be 1 to 10000"),
             (builder().batch_bytes(1), "batch_bytes (1) must be 1024"),
             (builder().poll_interval(Duration::ZERO), "poll_interval (0ns) must be 1ms to 60s"),
-            (builder().heartbeat_interval(21 * SECOND), "heartbeat_interval (21s) must be 100ms to 20s"),
+            (
+                builder().heartbeat_interval(21 * SECOND),
+                "heartbeat_interval (21s) must be 100ms to 20s",
+            ),
         ] {
             let text = refused(settings);
             assert!(text.contains(expected), "{text}");

@@ -25,7 +25,6 @@ enum Kind {
     SchemaVersion,
     Database,
     ThreadDied,
-    Stopped,
 }
 
 impl Error {
@@ -79,17 +78,18 @@ impl Error {
             Some("22023" | "23514" | "22021" | "23502") => {
                 Self::new(Kind::InvalidEvent, detail, Some(source))
             }
-            _ => Self::new(Kind::Database, format!("appending to the outbox: {detail}"), Some(source)),
+            _ => Self::new(
+                Kind::Database,
+                format!("appending to the outbox: {detail}"),
+                Some(source),
+            ),
         }
     }
 
     pub(crate) fn thread_died(thread: &str, panic: &str) -> Self {
-        let message = format!("the {thread} thread of the relay panicked ({panic}); the relay stopped");
+        let message =
+            format!("the {thread} thread of the relay panicked ({panic}); the relay stopped");
         Self::new(Kind::ThreadDied, message, None)
-    }
-
-    pub(crate) fn stopped(what: &str) -> Self {
-        Self::new(Kind::Stopped, format!("the relay was asked to stop while {what}"), None)
     }
 
     /// An event broke a limit, or a value could not be stored. Nothing was appended.
@@ -125,10 +125,6 @@ impl Error {
     /// A thread of the relay panicked. What it held comes back when its leases lapse.
     pub fn is_thread_died(&self) -> bool {
         self.0.kind == Kind::ThreadDied
-    }
-
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.0.kind == Kind::Stopped
     }
 
     /// The SQLSTATE of the database's answer, where there was one.
@@ -180,7 +176,10 @@ impl fmt::Display for Error {
 
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Error").field("kind", &self.0.kind).field("message", &self.0.message).finish()
+        f.debug_struct("Error")
+            .field("kind", &self.0.kind)
+            .field("message", &self.0.message)
+            .finish()
     }
 }
 

@@ -125,7 +125,9 @@ impl NewEvent {
 
 fn check_name(what: &str, value: &str, limit: usize) -> Result<(), Error> {
     if value.is_empty() {
-        return Err(Error::invalid_event(format!("{what} is empty; 1 to {limit} bytes are allowed")));
+        return Err(Error::invalid_event(format!(
+            "{what} is empty; 1 to {limit} bytes are allowed"
+        )));
     }
     if value.contains(|c: char| c.is_ascii_control()) {
         return Err(Error::invalid_event(format!(
@@ -305,7 +307,9 @@ mod tests {
         assert!(!headers.contains_key("OUTBOX-EVENT-ID"));
         assert!(!headers.contains_key("outbox-possible-duplicate"));
         event.possible_duplicate = true;
-        assert!(event.message_headers().contains(&("outbox-possible-duplicate".into(), "true".into())));
+        assert!(
+            event.message_headers().contains(&("outbox-possible-duplicate".into(), "true".into()))
+        );
     }
 
     #[test]

@@ -193,7 +193,9 @@ impl Policy {
             FailureKind::Transient => {
                 past.failing_for.is_some_and(|since| since >= self.transient_window)
             }
-            FailureKind::Unexplained => self.is_out_of_chances(past.unexplained_failures.saturating_add(1)),
+            FailureKind::Unexplained => {
+                self.is_out_of_chances(past.unexplained_failures.saturating_add(1))
+            }
         };
         if spent {
             return Decision::Dead;
@@ -229,7 +231,12 @@ mod tests {
 
     const HOUR: Duration = Duration::from_secs(3600);
 
-    fn decide(error: PublishError, attempts: u32, unexplained: u32, failing_for: Option<Duration>) -> Decision {
+    fn decide(
+        error: PublishError,
+        attempts: u32,
+        unexplained: u32,
+        failing_for: Option<Duration>,
+    ) -> Decision {
         let past = History { attempts, unexplained_failures: unexplained, failing_for };
         Policy::default().decide(&error, past, &mut fastrand::Rng::with_seed(1))
     }

@@ -125,7 +125,10 @@ impl Outcomes {
     pub(crate) fn into_results(self) -> impl Iterator<Item = Result<(), PublishError>> {
         self.slots.into_iter().map(|slot| {
             slot.unwrap_or_else(|| {
-                Err(PublishError::unexplained("the publisher returned without an outcome for this event").in_doubt())
+                Err(PublishError::unexplained(
+                    "the publisher returned without an outcome for this event",
+                )
+                .in_doubt())
             })
         })
     }

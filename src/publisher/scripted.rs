@@ -66,12 +66,20 @@ impl ScriptedBroker {
     }
 
     /// Fails the next event that matches, once. Cues are tried in the order in which they were given.
-    pub fn fail_next(&self, matches: impl Fn(&Event) -> bool + Send + 'static, error: PublishError) {
+    pub fn fail_next(
+        &self,
+        matches: impl Fn(&Event) -> bool + Send + 'static,
+        error: PublishError,
+    ) {
         self.state().script.push_back(Cue { matches: Box::new(matches), error, times: Some(1) });
     }
 
     /// Fails every event that matches, until [`mend`](Self::mend).
-    pub fn fail_always(&self, matches: impl Fn(&Event) -> bool + Send + 'static, error: PublishError) {
+    pub fn fail_always(
+        &self,
+        matches: impl Fn(&Event) -> bool + Send + 'static,
+        error: PublishError,
+    ) {
         self.state().script.push_back(Cue { matches: Box::new(matches), error, times: None });
     }
 
@@ -164,7 +172,9 @@ impl State {
 
 impl fmt::Debug for ScriptedBroker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ScriptedBroker").field("published", &self.published()).finish_non_exhaustive()
+        f.debug_struct("ScriptedBroker")
+            .field("published", &self.published())
+            .finish_non_exhaustive()
     }
 }
 

@@ -93,7 +93,10 @@ mod tests {
     #[test]
     fn a_line_an_event_with_the_payload_untouched() {
         let text = r#"{"b":1.0, "a":820982911946154508}"#;
-        let wave = [Event::for_test(1, "a\u{2028}", "t", text.as_bytes()), Event::for_test(2, "b", "t", b"\xff\0")];
+        let wave = [
+            Event::for_test(1, "a\u{2028}", "t", text.as_bytes()),
+            Event::for_test(2, "b", "t", b"\xff\0"),
+        ];
         let (publisher, outcomes) = publish(Vec::new(), &wave);
         let lines: Vec<Value> = String::from_utf8(publisher.0)
             .expect("UTF-8")

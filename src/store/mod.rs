@@ -3,6 +3,23 @@
 //! The statements name the schema as `"outbox"` (identifier) and `'outbox'` (string); [`Schema`] puts the real name in.
 //! What publishes or waits is not here: this room only talks to the database.
 
+pub mod claim;
+pub mod dead_letters;
+mod event_ref;
+pub mod lease;
+mod migrate;
+mod prune;
+pub mod relays;
+mod session;
+pub mod status;
+pub mod verdict;
+pub mod why;
+
+pub use event_ref::EventRef;
+pub use migrate::{Migrated, SCHEMA_VERSION, check_schema, migrate, migration_sql};
+pub use prune::{PRUNE, PRUNE_BATCH, Pruned, prune};
+pub use session::{Session, Statement, is_pooled};
+
 use crate::error::Error;
 
 /// The name of an outbox's schema, quoted where it is used.
@@ -25,9 +42,22 @@ impl Schema {
         Ok(Self { name: name.into() })
     }
 
+    /// A name that the settings have checked.
+    pub(crate) fn unchecked(name: &str) -> Self {
+        Self { name: name.into() }
+    }
+
     /// The name, unquoted.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// A database error while doing `what`; where the outbox itself is missing, an error that says so.
+    pub(crate) fn error(&self, what: &str, error: postgres::Error) -> Error {
+        match error.code().map(|code| code.code()) {
+            Some("42P01" | "3F000") => Error::schema_missing(&self.name),
+            _ => Error::database(what, error),
+        }
     }
 
     /// A statement with this schema's name in it.
@@ -35,7 +65,10 @@ impl Schema {
         let identifier = format!("\"{}\"", self.name.replace('"', "\"\""));
         let literal = format!("'{}'", self.name.replace('\'', "''"));
         // Through a token that no statement has, so that a name with quotes in it is not replaced twice.
-        statement.replace("'outbox'", "\u{1}").replace("\"outbox\"", &identifier).replace('\u{1}', &literal)
+        statement
+            .replace("'outbox'", "\u{1}")
+            .replace("\"outbox\"", &identifier)
+            .replace('\u{1}', &literal)
     }
 }
 

@@ -1,0 +1,341 @@
+//! The claimer: takes leases on what is due and hands batches to workers that are free.
+//!
+//! It claims no more than it can hand over: the channel has no buffer, and the one batch in hand is renewed here until a
+//! worker takes it, so no event grows old between the two. With nothing to claim it sleeps, at most `poll_interval`;
+//! a settled batch, a wake-up or a probe that is due ends the sleep. When the database is lost it waits for it; a claim
+//! whose answer was lost is released by its lease id.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, SendTimeoutError, Sender, select};
+
+use super::Shared;
+use super::batch::Batch;
+use super::cursor::Cursors;
+use super::health::Progress;
+use super::link::Link;
+use super::pause::{Allowed, Target};
+use crate::error::Error;
+use crate::store::claim::{self, Claim, Class, Request};
+use crate::store::verdict::Verdict;
+use crate::store::{Session, lease, relays};
+
+/// How long writers are asked for wake-ups at a time; a killed relay costs them no more than this.
+const WAKE_UP_SPAN: Duration = Duration::from_secs(60);
+/// After so many good claims in a row a NOTIFY in each commit would slow writers for nothing.
+const BUSY: u32 = 16;
+const SLICE: Duration = Duration::from_millis(100);
+
+pub(crate) struct Claimer {
+    shared: Arc<Shared>,
+    link: Link,
+    progress: Arc<Progress>,
+    batches: Sender<Batch>,
+    settled: Receiver<()>,
+    /// Wake-ups; never anything where they cannot work.
+    wake_ups: Receiver<()>,
+    cursors: Cursors,
+    last_beat: Instant,
+    wanted_until: Option<Instant>,
+    good_claims: u32,
+    refusals: u32,
+    known_pauses: Vec<String>,
+    rng: fastrand::Rng,
+}
+
+impl Claimer {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        progress: Arc<Progress>,
+        batches: Sender<Batch>,
+        settled: Receiver<()>,
+        wake_ups: Receiver<()>,
+    ) -> Self {
+        Self {
+            link: Link::new(Arc::clone(&shared), Arc::clone(&progress)),
+            cursors: Cursors::new(&shared.config),
+            shared,
+            progress,
+            batches,
+            settled,
+            wake_ups,
+            last_beat: Instant::now(),
+            wanted_until: None,
+            good_claims: 0,
+            refusals: 0,
+            known_pauses: Vec::new(),
+            rng: fastrand::Rng::new(),
+        }
+    }
+
+    /// Claims until asked to stop.
+    pub(crate) fn run(mut self) {
+        let workers = self.shared.config.workers as i32;
+        self.patiently(|session, relay| {
+            relays::started(session, relay, 0)?;
+            relays::ended(session, relay, workers + 1)
+        });
+        while !self.shared.stop.is_stopping() {
+            self.progress.note();
+            self.beat_if_due();
+            self.record_pauses();
+            match self.pass() {
+                Ok(Pass::Claimed) => self.refusals = 0,
+                Ok(Pass::Sleep(longest)) => {
+                    self.refusals = 0;
+                    self.sleep(longest);
+                }
+                Err(error) => self.wait_after(&error),
+            }
+        }
+    }
+
+    /// One look for events.
+    fn pass(&mut self) -> Result<Pass, Error> {
+        let paused = match self.shared.pauses.allowed(Instant::now()) {
+            Allowed::AllBut(destinations) => destinations,
+            Allowed::Probe(target) => return self.probe(target),
+            Allowed::NothingUntil(then) => {
+                return Ok(Pass::Sleep(then.saturating_duration_since(Instant::now())));
+            }
+        };
+        let class = self.cursors.next_class();
+        if class == Class::LastChance && !self.wait_until_alone() {
+            return Ok(Pass::Claimed);
+        }
+        let mut request = self.cursors.request(class);
+        request.except.extend(paused);
+        let (batch, claim_size) = self.claim(&request)?;
+        if let Some(batch) = batch {
+            self.hand_over(batch);
+            if class == Class::LastChance {
+                self.wait_until_alone();
+            }
+        }
+        self.note_load(claim_size, request.heads as usize);
+        if claim_size > 0 || self.cursors.go_on_at_once() {
+            return Ok(Pass::Claimed);
+        }
+        Ok(Pass::Sleep(self.cursors.longest_sleep(self.shared.config.poll_interval)))
+    }
+
+    /// Sends one event to find out whether the target answers again.
+    fn probe(&mut self, target: Target) -> Result<Pass, Error> {
+        let mut request = self.cursors.probe_request();
+        if let Target::Destination(name) = &target {
+            request.only = vec![name.clone()];
+        }
+        let (batch, _) = self.claim(&request)?;
+        match batch {
+            Some(mut batch) => {
+                self.shared.pauses.probing(&target);
+                batch.probe = Some(target);
+                self.hand_over(batch);
+            }
+            None => self.shared.pauses.not_probed(&target, self.shared.config.poll_interval),
+        }
+        Ok(Pass::Claimed)
+    }
+
+    fn claim(&mut self, request: &Request) -> Result<(Option<Batch>, usize), Error> {
+        let config = &self.shared.config;
+        // Made up here, so that it is known even when the answer is lost. Zero is nobody's.
+        let lease_id = self.rng.i64(1..);
+        self.link.once(|_| Ok(()))?;
+        let asked_at = Instant::now();
+        let result = self.link.once(|session| {
+            claim::claim(session, &config.relay_id, lease_id, config.lease, request)
+        });
+        let claim: Claim = match result {
+            Ok(claim) => claim,
+            Err(error) => {
+                self.release_unknown(lease_id);
+                return Err(error);
+            }
+        };
+        self.cursors.learn(request, &claim);
+        let size = claim.events.len();
+        let batch = Batch::new(lease_id, asked_at, config.lease, claim);
+        Ok(((size > 0).then_some(batch), size))
+    }
+
+    /// The claim may have been committed although its answer was lost. Nobody has seen those events.
+    fn release_unknown(&mut self, lease_id: i64) {
+        self.patiently(|session, _| {
+            let released = lease::release_lease(session, lease_id)?;
+            if released > 0 {
+                log::info!("released {released} events of a claim whose answer was lost");
+            }
+            Ok(())
+        });
+    }
+
+    /// Gives the batch to the next free worker, renewing it meanwhile; releases it when asked to stop.
+    fn hand_over(&mut self, mut batch: Batch) {
+        self.shared.in_flight.fetch_add(1, Ordering::AcqRel);
+        loop {
+            batch = match self.batches.send_timeout(batch, SLICE) {
+                Ok(()) => return,
+                Err(SendTimeoutError::Timeout(batch) | SendTimeoutError::Disconnected(batch)) => {
+                    batch
+                }
+            };
+            self.progress.note();
+            let mut verdict = Verdict::default();
+            let is_stopping = self.shared.stop.is_stopping();
+            if is_stopping
+                || batch.remaining() < self.shared.config.lease / 2
+                    && !self.renew(&mut batch, &mut verdict)
+            {
+                batch.release_all(&mut verdict);
+            } else {
+                self.beat_if_due();
+            }
+            self.write(batch.lease_id, &verdict);
+            if batch.is_empty() {
+                if let Some(target) = &batch.probe {
+                    self.shared.pauses.not_probed(target, Duration::ZERO);
+                }
+                self.shared.batch_is_settled();
+                return;
+            }
+        }
+    }
+
+    fn renew(&mut self, batch: &mut Batch, verdict: &mut Verdict) -> bool {
+        let shared = Arc::clone(&self.shared);
+        let (ids, held_until) = (batch.ids(), batch.held_until());
+        let mut asked_at = Instant::now();
+        let gave_up = |_: &Error| shared.stop.is_stopping() || Instant::now() >= held_until;
+        let renewed = self.link.until(gave_up, |session| {
+            asked_at = Instant::now();
+            lease::renew(
+                session,
+                &shared.config.relay_id,
+                0,
+                batch.lease_id,
+                &ids,
+                shared.config.lease,
+            )
+        });
+        match renewed {
+            Ok(held) => {
+                batch.renewed(&held, asked_at, shared.config.lease, verdict);
+                true
+            }
+            Err(_) => false,
+        }
+    }
+
+    fn write(&mut self, lease_id: i64, verdict: &Verdict) {
+        if let Some(settled) = self.shared.settle(&mut self.link, 0, lease_id, verdict) {
+            self.shared.count(&settled);
+        }
+    }
+
+    /// Waits until no batch is in flight in this process. False when asked to stop.
+    fn wait_until_alone(&mut self) -> bool {
+        while self.shared.in_flight.load(Ordering::Acquire) > 0 {
+            if self.shared.stop.is_stopping() {
+                return false;
+            }
+            let _ = self.settled.recv_timeout(SLICE);
+            self.progress.note();
+            self.beat_if_due();
+        }
+        true
+    }
+
+    /// Sleeps until there may be something to do. Writers are asked for a wake-up first, and then the table is looked
+    /// at once more: an event that was committed in between would otherwise wait for the poll.
+    fn sleep(&mut self, longest: Duration) {
+        if self.shared.listens()
+            && self.wanted_until.is_none_or(|until| until < Instant::now() + WAKE_UP_SPAN / 2)
+        {
+            let relay_id = self.shared.config.relay_id.clone();
+            match self.link.once(|session| relays::want_wake_up(session, &relay_id, WAKE_UP_SPAN)) {
+                Ok(()) => {
+                    let is_renewal =
+                        self.wanted_until.replace(Instant::now() + WAKE_UP_SPAN).is_some();
+                    if !is_renewal {
+                        return;
+                    }
+                }
+                Err(error) => return self.wait_after(&error),
+            }
+        }
+        let probe = self.shared.pauses.next_probe();
+        let probe = probe.map(|then| then.saturating_duration_since(Instant::now()));
+        let longest =
+            longest.min(probe.unwrap_or(longest)).min(self.shared.config.heartbeat_interval);
+        select! {
+            recv(self.shared.stop.channel()) -> _ => {}
+            recv(self.settled) -> _ => {}
+            recv(self.wake_ups) -> _ => {}
+            default(longest) => {}
+        }
+    }
+
+    /// While the relay is busy it finds events anyway, and writers are spared the NOTIFY.
+    fn note_load(&mut self, claimed: usize, heads: usize) {
+        self.good_claims = if claimed * 2 >= heads.max(2) { self.good_claims + 1 } else { 0 };
+        if self.good_claims >= BUSY && self.wanted_until.take().is_some() {
+            let relay_id = self.shared.config.relay_id.clone();
+            if let Err(error) = self.link.once(|session| relays::no_wake_up(session, &relay_id)) {
+                log::debug!("{error}");
+            }
+        }
+    }
+
+    fn beat_if_due(&mut self) {
+        if self.last_beat.elapsed() >= self.shared.config.heartbeat_interval {
+            self.patiently(|session, relay| relays::beat(session, relay, 0));
+        }
+    }
+
+    /// Writes pauses into the table, where other processes and people see them.
+    fn record_pauses(&mut self) {
+        let (types, reason) = self.shared.pauses.describe();
+        if types != self.known_pauses {
+            self.patiently(|session, relay| {
+                relays::paused(session, relay, &types, reason.as_deref())
+            });
+            self.known_pauses = types;
+        }
+    }
+
+    /// Runs a call until it succeeds or a stop is asked for.
+    fn patiently(&mut self, mut call: impl FnMut(&mut Session, &str) -> Result<(), Error>) {
+        let shared = Arc::clone(&self.shared);
+        let gave_up = |error: &Error| shared.stop.is_stopping() || !error.needs_new_session();
+        if let Err(error) =
+            self.link.until(gave_up, |session| call(session, &shared.config.relay_id))
+        {
+            log::warn!("{error}");
+        }
+        self.last_beat = Instant::now();
+    }
+
+    /// A lost session is opened again by the next call, with backoff; anything else would only repeat itself.
+    fn wait_after(&mut self, error: &Error) {
+        self.refusals = self.refusals.saturating_add(1);
+        self.wanted_until = None;
+        if error.needs_new_session() {
+            self.patiently(|session, relay| relays::beat(session, relay, 0));
+        } else {
+            if self.refusals.is_power_of_two() {
+                log::error!("{error} ({} times)", self.refusals);
+            }
+            self.shared.stop.wait(self.shared.config.poll_interval.max(SLICE));
+        }
+    }
+}
+
+enum Pass {
+    /// Look again at once.
+    Claimed,
+    /// Nothing to do for so long, unless something happens.
+    Sleep(Duration),
+}

@@ -1,0 +1,120 @@
+//! What the process knows of its own threads, for `/healthz` and `/readyz`.
+//!
+//! The heartbeats in the table say to others whether this relay makes progress; this says it to those who ask the
+//! process itself, also while the database is away.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The state of a relay's threads, its database and its broker. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Health(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    started: Instant,
+    threads: Mutex<Vec<Arc<Progress>>>,
+    database: Mutex<Option<String>>,
+    broker: Mutex<Option<String>>,
+}
+
+/// One thread's progress.
+#[derive(Debug)]
+pub(crate) struct Progress {
+    name: String,
+    patience: Duration,
+    started: Instant,
+    last: AtomicU64,
+    alive: AtomicBool,
+}
+
+/// What is known of one thread.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ThreadHealth {
+    /// Its name, such as `claimer` or `publisher-1`.
+    pub name: String,
+    /// False once it has ended.
+    pub alive: bool,
+    /// Time since it last made progress.
+    pub since_progress: Duration,
+    /// Whether that is longer than any step of it may take.
+    pub late: bool,
+}
+
+impl Health {
+    pub(crate) fn new() -> Self {
+        Self(Arc::new(Inner {
+            started: Instant::now(),
+            threads: Mutex::default(),
+            database: Mutex::new(Some("not connected yet".into())),
+            broker: Mutex::default(),
+        }))
+    }
+
+    /// Registers a thread that makes progress at least every `patience`.
+    pub(crate) fn thread(&self, name: &str, patience: Duration) -> Arc<Progress> {
+        let progress = Arc::new(Progress {
+            name: name.into(),
+            patience,
+            started: self.0.started,
+            last: AtomicU64::new(self.0.started.elapsed().as_millis() as u64),
+            alive: AtomicBool::new(true),
+        });
+        self.0.threads.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&progress));
+        progress
+    }
+
+    pub(crate) fn set_database(&self, trouble: Option<String>) {
+        *self.0.database.lock().unwrap_or_else(PoisonError::into_inner) = trouble;
+    }
+
+    pub(crate) fn set_broker(&self, trouble: Option<String>) {
+        *self.0.broker.lock().unwrap_or_else(PoisonError::into_inner) = trouble;
+    }
+
+    /// Every thread of the relay.
+    pub fn threads(&self) -> Vec<ThreadHealth> {
+        let now = self.0.started.elapsed();
+        let threads = self.0.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        threads
+            .iter()
+            .map(|thread| {
+                let last = Duration::from_millis(thread.last.load(Ordering::Relaxed));
+                let since_progress = now.saturating_sub(last);
+                ThreadHealth {
+                    name: thread.name.clone(),
+                    alive: thread.alive.load(Ordering::Relaxed),
+                    since_progress,
+                    late: since_progress > thread.patience,
+                }
+            })
+            .collect()
+    }
+
+    /// Whether the relay has a database that it can write to.
+    ///
+    /// # Errors
+    /// Says why not.
+    pub fn database(&self) -> Result<(), String> {
+        self.0.database.lock().unwrap_or_else(PoisonError::into_inner).clone().map_or(Ok(()), Err)
+    }
+
+    /// Whether the broker takes events, as far as the relay knows.
+    ///
+    /// # Errors
+    /// Says why the relay has paused.
+    pub fn broker(&self) -> Result<(), String> {
+        self.0.broker.lock().unwrap_or_else(PoisonError::into_inner).clone().map_or(Ok(()), Err)
+    }
+}
+
+impl Progress {
+    pub(crate) fn note(&self) {
+        self.last.store(self.started.elapsed().as_millis() as u64, Ordering::Relaxed);
+    }
+
+    pub(crate) fn ended(&self) {
+        self.alive.store(false, Ordering::Relaxed);
+    }
+}

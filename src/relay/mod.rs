@@ -1,0 +1,424 @@
+//! The relay: the only room with threads and channels.
+//!
+//! ```text
+//!                      leases                     batches, no buffer
+//!  PostgreSQL <------ claimer -----------------------------+----------------+
+//!      ^  ^  |           ^  wake-ups                        v                v
+//!      |  |  +--NOTIFY--> listener                      worker 1 ...     worker N ---> broker
+//!      |  +---- renew, verdict ----------------------------+----------------+
+//!      +------- janitor (retention)
+//! ```
+//!
+//! Each thread has a session of its own. States: *starting* (waiting for a database with the right schema), *running*,
+//! *stopping* (no more claims; publishes in progress end, verdicts are written, the rest is released), *ended*. A
+//! thread that panics stops the others and makes [`Relay::run`] return an error.
+
+mod batch;
+mod claimer;
+mod cursor;
+mod health;
+mod janitor;
+mod link;
+mod listener;
+mod pause;
+mod stop;
+mod worker;
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use postgres::Client;
+
+pub use health::{Health, ThreadHealth};
+pub use stop::StopHandle;
+
+use crate::config::RelayConfig;
+use crate::error::{BoxError, Error};
+use crate::publisher::Publisher;
+use crate::store::verdict::Settled;
+use crate::store::{self, Schema, Session, relays};
+use health::Progress;
+use link::Link;
+use worker::{Worker, panic_text};
+
+type Connect = dyn Fn() -> Result<Client, BoxError> + Send + Sync;
+type MakePublisher = dyn Fn(usize) -> Box<dyn Publisher> + Send + Sync;
+
+/// What the threads share.
+struct Shared {
+    config: RelayConfig,
+    schema: Schema,
+    connect: Box<Connect>,
+    stop: StopHandle,
+    health: Health,
+    pauses: pause::Pauses,
+    is_pooled: AtomicBool,
+    is_listening: AtomicBool,
+    in_flight: AtomicUsize,
+    settled: Sender<()>,
+    totals: Totals,
+}
+
+#[derive(Default)]
+struct Totals {
+    published: AtomicU64,
+    retried: AtomicU64,
+    dead_lettered: AtomicU64,
+    released: AtomicU64,
+    lease_lost: AtomicU64,
+}
+
+impl Shared {
+    fn open_session(&self) -> Result<Session, Error> {
+        let client = (self.connect)()
+            .map_err(|error| Error::database("connecting to the database", error))?;
+        Session::open(client, &self.schema, self.is_pooled.load(Ordering::Acquire))
+    }
+
+    fn listens(&self) -> bool {
+        self.is_listening.load(Ordering::Acquire)
+    }
+
+    fn count(&self, settled: &Settled) {
+        let add = |total: &AtomicU64, n| total.fetch_add(n, Ordering::Relaxed);
+        add(&self.totals.published, settled.published);
+        add(&self.totals.retried, settled.retried);
+        add(&self.totals.dead_lettered, settled.dead_lettered);
+        add(&self.totals.released, settled.released);
+        add(&self.totals.lease_lost, settled.lease_lost);
+    }
+
+    fn pause_changed(&self) {
+        self.health.set_broker(self.pauses.broker_trouble());
+        let _ = self.settled.try_send(());
+    }
+}
+
+/// A relay that is ready to run. See the crate's front page for an example.
+pub struct Relay {
+    shared: Arc<Shared>,
+    make_publisher: Arc<MakePublisher>,
+    settled: Receiver<()>,
+}
+
+impl Relay {
+    /// A relay that gets its connections from `connect` (TLS, pools and credentials are the caller's) and a publisher
+    /// for each worker from `publisher`, which gets the worker's number, from 0, and should not do I/O yet.
+    ///
+    /// It holds a connection a worker and one for the claimer, one for wake-ups while they are on, and one more while
+    /// it removes old events: with the defaults 4, at times 5.
+    pub fn new<C, E, F, P>(config: RelayConfig, connect: C, publisher: F) -> Self
+    where
+        C: Fn() -> Result<Client, E> + Send + Sync + 'static,
+        E: Into<BoxError>,
+        F: Fn(usize) -> P + Send + Sync + 'static,
+        P: Publisher + 'static,
+    {
+        let (settled_tx, settled) = bounded(1);
+        let shared = Shared {
+            schema: Schema::unchecked(&config.schema),
+            connect: Box::new(move || connect().map_err(Into::into)),
+            stop: StopHandle::new(),
+            health: Health::new(),
+            pauses: pause::Pauses::default(),
+            is_pooled: AtomicBool::new(false),
+            is_listening: AtomicBool::new(false),
+            in_flight: AtomicUsize::new(0),
+            settled: settled_tx,
+            totals: Totals::default(),
+            config,
+        };
+        let make_publisher = move |index| Box::new(publisher(index)) as Box<dyn Publisher>;
+        Self { shared: Arc::new(shared), make_publisher: Arc::new(make_publisher), settled }
+    }
+
+    /// Asks the relay to stop, from anywhere.
+    pub fn stop_handle(&self) -> StopHandle {
+        self.shared.stop.clone()
+    }
+
+    /// The state of its threads, database and broker, for health checks.
+    pub fn health(&self) -> Health {
+        self.shared.health.clone()
+    }
+
+    /// Runs until it is asked to stop, on this thread and its own.
+    ///
+    /// # Errors
+    /// When the database has no outbox of this version, or a thread of the relay panicked. The loss of the database or
+    /// the broker is no error: the relay waits for them.
+    pub fn run(self) -> Result<RunReport, Error> {
+        if self.prepare()? { self.supervise() } else { Ok(RunReport::default()) }
+    }
+
+    /// Runs on a thread of its own.
+    pub fn start(self) -> RunningRelay {
+        let (stop, health) = (self.stop_handle(), self.health());
+        let thread = thread::spawn(move || self.run());
+        RunningRelay { stop, health, thread: Some(thread) }
+    }
+
+    /// Waits for a database with the right schema, and finds out whether there is a pooler in between. False when asked
+    /// to stop meanwhile.
+    fn prepare(&self) -> Result<bool, Error> {
+        let shared = &self.shared;
+        let mut link =
+            Link::new(Arc::clone(shared), shared.health.thread("starter", Duration::MAX));
+        let gave_up = |error: &Error| shared.stop.is_stopping() || !error.needs_new_session();
+        let prepared = link.until(gave_up, |session| {
+            store::check_schema(session.client(), &shared.schema)?;
+            let other = (shared.connect)();
+            let mut other =
+                other.map_err(|error| Error::database("connecting to the database", error))?;
+            store::is_pooled(session.client(), &mut other)
+        });
+        match prepared {
+            Ok(is_pooled) => {
+                if is_pooled && shared.config.wake_ups {
+                    let every = shared.config.poll_interval;
+                    log::warn!(
+                        "the database is behind a transaction pooler, where LISTEN cannot work: polling every {every:?}"
+                    );
+                }
+                shared.is_pooled.store(is_pooled, Ordering::Release);
+                shared.health.set_database(None);
+                Ok(true)
+            }
+            Err(_) if shared.stop.is_stopping() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn supervise(self) -> Result<RunReport, Error> {
+        let Self { shared, make_publisher, settled } = self;
+        let config = &shared.config;
+        log::info!("relay {:?} started with {} publishers", config.relay_id, config.workers);
+        let mut threads = Threads::new(&shared);
+        let (batches_tx, batches_rx) = bounded(0);
+        let (wake_tx, wake_rx) = bounded(1);
+        if config.wake_ups && !shared.is_pooled.load(Ordering::Acquire) {
+            threads.spawn("listener", move |shared, progress| {
+                listener::run(shared, progress, &wake_tx)
+            });
+        }
+        if let Some(retention) = config.retention {
+            threads.spawn("janitor", move |shared, progress| {
+                janitor::run(shared, progress, retention)
+            });
+        }
+        for index in 0..config.workers {
+            let (batches, make) = (batches_rx.clone(), Arc::clone(&make_publisher));
+            let number = index as i32 + 1;
+            threads.spawn(&format!("publisher-{number}"), move |shared, progress| {
+                Worker::new(Arc::clone(shared), number, Arc::clone(progress), make).run(&batches);
+            });
+        }
+        drop(batches_rx);
+        threads.spawn("claimer", move |shared, progress| {
+            claimer::Claimer::new(
+                Arc::clone(shared),
+                Arc::clone(progress),
+                batches_tx,
+                settled,
+                wake_rx,
+            )
+            .run();
+        });
+        let died = threads.wait();
+        sign_off(&shared);
+        let report = shared.totals.report();
+        log::info!("relay {:?} stopped: {report}", shared.config.relay_id);
+        died.map_or(Ok(report), Err)
+    }
+}
+
+/// Tells the table that this relay has ended, so that it does not look dead. Best effort: the database may be away.
+fn sign_off(shared: &Arc<Shared>) {
+    let mut link = Link::new(Arc::clone(shared), shared.health.thread("ender", Duration::MAX));
+    let signed_off = link.once(|session| {
+        relays::no_wake_up(session, &shared.config.relay_id)?;
+        relays::ended(session, &shared.config.relay_id, 0)
+    });
+    if let Err(error) = signed_off {
+        log::debug!("{error}");
+    }
+}
+
+/// The relay's threads, and the news of their ends.
+struct Threads<'a> {
+    shared: &'a Arc<Shared>,
+    running: usize,
+    ends_tx: Sender<(String, Option<String>)>,
+    ends: Receiver<(String, Option<String>)>,
+}
+
+impl<'a> Threads<'a> {
+    fn new(shared: &'a Arc<Shared>) -> Self {
+        let (ends_tx, ends) = unbounded();
+        Self { shared, running: 0, ends_tx, ends }
+    }
+
+    fn spawn(
+        &mut self,
+        name: &str,
+        body: impl FnOnce(&Arc<Shared>, &Arc<Progress>) + Send + 'static,
+    ) {
+        let config = &self.shared.config;
+        // A publish, a statement, a wait: no step takes longer, unless something hangs.
+        let patience = config.publish_timeout + config.heartbeat_interval + Duration::from_secs(30);
+        let patience = if name == "janitor" { patience + config.prune_interval } else { patience };
+        let progress = self.shared.health.thread(name, patience);
+        let (shared, ends, thread_name) =
+            (Arc::clone(self.shared), self.ends_tx.clone(), name.to_owned());
+        let run = move || {
+            let result = catch_unwind(AssertUnwindSafe(|| body(&shared, &progress)));
+            progress.ended();
+            let panic = result.err().map(|panic| panic_text(panic.as_ref()));
+            let _ = ends.send((thread_name, panic));
+        };
+        match thread::Builder::new().name(name.into()).spawn(run) {
+            Ok(_) => self.running += 1,
+            Err(error) => {
+                let _ = self
+                    .ends_tx
+                    .send((name.into(), Some(format!("it could not be started: {error}"))));
+                self.running += 1;
+            }
+        }
+    }
+
+    /// Waits until all have ended, or until a stop has taken too long. The first panic stops the others.
+    fn wait(mut self) -> Option<Error> {
+        let mut died = None;
+        while self.running > 0 {
+            let deadline = self.shared.stop.deadline(self.shared.config.shutdown_timeout);
+            let end = match deadline {
+                None => crossbeam_channel::select! {
+                    recv(self.ends) -> end => end.ok(),
+                    recv(self.shared.stop.channel()) -> _ => continue,
+                },
+                Some(deadline) => {
+                    self.ends.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
+                }
+            };
+            let Some((name, panic)) = end else {
+                log::error!(
+                    "{} threads did not end in time; their events come back when the leases lapse",
+                    self.running
+                );
+                break;
+            };
+            self.running -= 1;
+            if let Some(panic) = panic {
+                log::error!("the {name} thread panicked: {panic}");
+                died = died.or_else(|| Some(Error::thread_died(&name, &panic)));
+                self.shared.stop.stop();
+            }
+        }
+        died
+    }
+}
+
+impl fmt::Debug for Relay {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Relay").field("config", &self.shared.config).finish_non_exhaustive()
+    }
+}
+
+/// A relay on a thread of its own. Dropping it asks it to stop and waits.
+#[derive(Debug)]
+pub struct RunningRelay {
+    stop: StopHandle,
+    health: Health,
+    thread: Option<JoinHandle<Result<RunReport, Error>>>,
+}
+
+impl RunningRelay {
+    /// Asks it to stop. Returns at once.
+    pub fn stop(&self) {
+        self.stop.stop();
+    }
+
+    /// Asks it to stop, from anywhere.
+    pub fn stop_handle(&self) -> StopHandle {
+        self.stop.clone()
+    }
+
+    /// The state of its threads, database and broker.
+    pub fn health(&self) -> Health {
+        self.health.clone()
+    }
+
+    /// Whether it has ended.
+    pub fn is_finished(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Waits until it has ended. Ask it to [`stop`](Self::stop) first, or this waits for somebody who does.
+    ///
+    /// # Errors
+    /// See [`Relay::run`].
+    pub fn join(mut self) -> Result<RunReport, Error> {
+        self.join_thread()
+    }
+
+    fn join_thread(&mut self) -> Result<RunReport, Error> {
+        let Some(thread) = self.thread.take() else { return Ok(RunReport::default()) };
+        thread.join().unwrap_or_else(|panic| {
+            Err(Error::thread_died("supervisor", &panic_text(panic.as_ref())))
+        })
+    }
+}
+
+impl Drop for RunningRelay {
+    fn drop(&mut self) {
+        self.stop.stop();
+        if let Err(error) = self.join_thread() {
+            log::error!("{error}");
+        }
+    }
+}
+
+/// What a relay did while it ran.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RunReport {
+    /// Events marked as published.
+    pub published: u64,
+    /// Failures that will be retried.
+    pub retried: u64,
+    /// Events marked as dead.
+    pub dead_lettered: u64,
+    /// Events given back without an attempt.
+    pub released: u64,
+    /// Verdicts and renewals that came too late.
+    pub lease_lost: u64,
+}
+
+impl Totals {
+    fn report(&self) -> RunReport {
+        let read = |total: &AtomicU64| total.load(Ordering::Relaxed);
+        RunReport {
+            published: read(&self.published),
+            retried: read(&self.retried),
+            dead_lettered: read(&self.dead_lettered),
+            released: read(&self.released),
+            lease_lost: read(&self.lease_lost),
+        }
+    }
+}
+
+impl fmt::Display for RunReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} published, {} to be retried, {} dead, {} released, {} leases lost",
+            self.published, self.retried, self.dead_lettered, self.released, self.lease_lost
+        )
+    }
+}

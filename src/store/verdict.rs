@@ -1,0 +1,186 @@
+//! Verdicts: what became of the events of one claim, written in one statement together with its counters.
+
+use std::time::Duration;
+
+use postgres::types::Type;
+
+use super::session::{Session, Statement};
+use crate::error::Error;
+
+macro_rules! settle {
+    ($published:literal) => {
+        concat!(
+            "WITH published AS (",
+            $published,
+            r#" WHERE id = ANY ($4) AND lease_id = $3 RETURNING id
+), failed AS (
+    UPDATE "outbox".outbox o
+       SET status = CASE WHEN f.dead THEN 'dead' ELSE 'pending' END,
+           died_at = CASE WHEN f.dead THEN clock_timestamp() END,
+           next_attempt_at = CASE WHEN f.dead THEN o.next_attempt_at ELSE clock_timestamp() + f.wait * interval '1 second' END,
+           retry_since = coalesce(o.retry_since, clock_timestamp()),
+           unexplained_failures = o.unexplained_failures + f.unexplained::int, in_doubt = o.in_doubt OR f.in_doubt,
+           last_error = f.reason, locked_by = NULL, lease_id = NULL, locked_until = NULL
+      FROM unnest($5::bigint[], $6::bool[], $7::float8[], $8::bool[], $9::bool[], $10::text[])
+           AS f (id, dead, wait, unexplained, in_doubt, reason)
+     WHERE o.id = f.id AND o.lease_id = $3 RETURNING f.dead
+), released AS (
+    UPDATE "outbox".outbox o
+       SET attempts = greatest(0, o.attempts - 1), in_doubt = o.in_doubt OR r.in_doubt,
+           locked_by = NULL, lease_id = NULL, locked_until = NULL
+      FROM unnest($11::bigint[], $12::bool[]) AS r (id, in_doubt)
+     WHERE o.id = r.id AND o.lease_id = $3 RETURNING o.id
+), settled AS (
+    SELECT (SELECT count(*) FROM published) AS published, (SELECT count(*) FROM failed WHERE NOT dead) AS retried,
+           (SELECT count(*) FROM failed WHERE dead) AS dead_lettered, (SELECT count(*) FROM released) AS released
+), counted AS (
+    INSERT INTO "outbox".outbox_relay AS c (relay_id, worker, published, retried, dead_lettered, lease_lost)
+    SELECT $1, $2, s.published, s.retried, s.dead_lettered,
+           CASE WHEN $13 THEN 0 ELSE cardinality($4) + cardinality($5) + cardinality($11)
+                - s.published - s.retried - s.dead_lettered - s.released END
+      FROM settled s
+    ON CONFLICT (relay_id, worker) DO UPDATE
+       SET heartbeat_at = clock_timestamp(), published = c.published + excluded.published,
+           retried = c.retried + excluded.retried, dead_lettered = c.dead_lettered + excluded.dead_lettered,
+           lease_lost = c.lease_lost + excluded.lease_lost
+)
+SELECT published, retried, dead_lettered, released FROM settled"#
+        )
+    };
+}
+
+const TYPES: &[Type] = &[
+    Type::TEXT,
+    Type::INT4,
+    Type::INT8,
+    Type::INT8_ARRAY,
+    Type::INT8_ARRAY,
+    Type::BOOL_ARRAY,
+    Type::FLOAT8_ARRAY,
+    Type::BOOL_ARRAY,
+    Type::BOOL_ARRAY,
+    Type::TEXT_ARRAY,
+    Type::INT8_ARRAY,
+    Type::BOOL_ARRAY,
+    Type::BOOL,
+];
+
+/// `$1` relay id, `$2` worker, `$3` lease id, `$4` published ids, `$5`-`$10` failures (id, dead, wait in seconds, unexplained,
+/// in doubt, reason), `$11`-`$12` released ones (id, in doubt), `$13` whether this is a repetition.
+///
+/// Primary key. A row that this lease no longer holds is left alone and counted as lost. The retry window starts at the
+/// *first* failure, hence `coalesce`. A released row gets its attempt back.
+pub static SETTLE: Statement = Statement {
+    sql: settle!(
+        r#"UPDATE "outbox".outbox SET status = 'published', published_at = clock_timestamp(), locked_by = NULL, lease_id = NULL,
+           locked_until = NULL, retry_since = NULL"#
+    ),
+    types: TYPES,
+    doing: "writing verdicts",
+};
+
+/// The same, where published events are not kept.
+pub static SETTLE_AND_DELETE: Statement = Statement {
+    sql: settle!(r#"DELETE FROM "outbox".outbox"#),
+    types: TYPES,
+    doing: "writing verdicts",
+};
+
+/// What became of the events of one lease.
+#[derive(Debug, Default, Clone, PartialEq)]
+pub struct Verdict {
+    /// Confirmed by the broker.
+    pub published: Vec<i64>,
+    /// Failed.
+    pub failed: Vec<Failure>,
+    /// Not tried, or not to be blamed: id, and whether the broker may have it all the same.
+    pub released: Vec<(i64, bool)>,
+}
+
+/// A failed event.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Failure {
+    /// Which.
+    pub id: i64,
+    /// When to try again; `None` when it is dead.
+    pub retry_in: Option<Duration>,
+    /// Whether it counts against the budget of unexplained failures.
+    pub unexplained: bool,
+    /// Whether the broker may have it all the same.
+    pub in_doubt: bool,
+    /// Why, for people.
+    pub reason: String,
+}
+
+/// How many rows a verdict changed. What is missing from the sum was no longer held.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Settled {
+    /// Marked as published.
+    pub published: u64,
+    /// Will be retried.
+    pub retried: u64,
+    /// Dead.
+    pub dead_lettered: u64,
+    /// Released, with the attempt given back.
+    pub released: u64,
+    /// No longer held by this lease, and left alone.
+    pub lease_lost: u64,
+}
+
+impl Verdict {
+    /// Whether there is nothing to write.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// How many events it speaks of.
+    pub fn len(&self) -> usize {
+        self.published.len() + self.failed.len() + self.released.len()
+    }
+}
+
+/// Writes a verdict. Safe to repeat after a lost answer: what was written no longer matches the lease. Say so with
+/// `is_repeat`, or those rows would be counted as lost.
+///
+/// # Errors
+/// The database's.
+pub fn settle(
+    session: &mut Session,
+    relay_id: &str,
+    worker: i32,
+    lease_id: i64,
+    verdict: &Verdict,
+    delete_published: bool,
+    is_repeat: bool,
+) -> Result<Settled, Error> {
+    let statement = if delete_published { &SETTLE_AND_DELETE } else { &SETTLE };
+    let each = |column: fn(&Failure) -> bool| verdict.failed.iter().map(column).collect::<Vec<_>>();
+    let ids: Vec<i64> = verdict.failed.iter().map(|f| f.id).collect();
+    let waits: Vec<f64> =
+        verdict.failed.iter().map(|f| f.retry_in.unwrap_or_default().as_secs_f64()).collect();
+    let reasons: Vec<&str> = verdict.failed.iter().map(|f| f.reason.as_str()).collect();
+    let (released, doubts): (Vec<i64>, Vec<bool>) = verdict.released.iter().copied().unzip();
+    let rows = session.query(
+        statement,
+        &[
+            &relay_id,
+            &worker,
+            &lease_id,
+            &verdict.published,
+            &ids,
+            &each(|f| f.retry_in.is_none()),
+            &waits,
+            &each(|f| f.unexplained),
+            &each(|f| f.in_doubt),
+            &reasons,
+            &released,
+            &doubts,
+            &is_repeat,
+        ],
+    )?;
+    let count = |column| rows.first().map_or(0, |row| row.get::<_, i64>(column).unsigned_abs());
+    let (published, retried, dead_lettered, released) = (count(0), count(1), count(2), count(3));
+    let done = published + retried + dead_lettered + released;
+    let lease_lost = if is_repeat { 0 } else { (verdict.len() as u64).saturating_sub(done) };
+    Ok(Settled { published, retried, dead_lettered, released, lease_lost })
+}
