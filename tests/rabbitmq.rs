@@ -8,9 +8,11 @@ mod common;
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs;
-use std::net::TcpListener;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::process::Command;
-use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -409,10 +411,23 @@ fn too_large_payloads_are_refused_alone(rabbit: &Rabbit) {
         arrived.sort_unstable();
         assert_eq!(arrived, [0, 1, 3, 5], "each once");
     }
-    // A limit that is lowered under a connection that has proven more: the neighbours are not blamed.
-    limit(50_000);
+    // A limit that is lowered under a connection that has proven more closes the channel with others in flight.
     let mut publisher_ = publisher(builder());
-    assert_published(&publish(&mut publisher_, &[sized(1, 50_000)]));
+    assert_published(&publish(&mut publisher_, &[sized(1, 100_000)]));
+    limit(50_000);
+    consumer.delete_exchange("size");
+    assert!(publish(&mut publisher_, &[event(1)])[0].is_err(), "the channel is another now");
+    consumer.purge("size");
+    consumer.route("size");
+    let results =
+        publish(&mut publisher_, &[event(0), sized(1, 60_000), event(2), sized(3, 70_000)]);
+    for (index, size) in [(1, "60000 bytes"), (3, "70000 bytes")] {
+        assert_failed(&results[index], Permanent, OneEvent, false, &[size, "50000 bytes"]);
+    }
+    if results[0].is_err() {
+        assert_failed(&results[0], Transient, OneEvent, true, &["sent beside an event"]);
+    }
+    assert_eq!((results[2].clone(), consumer.ids("size")), (Ok(()), vec![0, 2]));
     let known = publisher(builder().max_body_bytes(10));
     let results = publish(&mut { known }, &[sized(1, 11), event(2)]);
     assert_failed(&results[0], Permanent, OneEvent, false, &["11 bytes", "limit of 10 bytes"]);
@@ -563,9 +578,73 @@ fn tls_is_verified(rabbit: &Rabbit) {
 fn a_broker_that_goes_away_loses_nothing() {
     let _alone = alone();
     let mut rabbit = Rabbit::start();
+    a_frozen_broker_is_cut_at_the_deadline(&rabbit);
+    a_crash_of_the_channel_is_nobodys_fault(&rabbit);
     a_block_pauses_and_ends_by_itself(&rabbit);
     fifty_closed_connections_leave_nothing_behind(&rabbit);
-    a_crash_in_the_middle_of_a_wave(&mut rabbit);
+    a_restart_in_the_middle_of_a_wave(&mut rabbit, Rabbit::kill);
+    a_restart_in_the_middle_of_a_wave(&mut rabbit, Rabbit::stop);
+}
+
+/// The broker falls silent with events in flight.
+fn a_frozen_broker_is_cut_at_the_deadline(rabbit: &Rabbit) {
+    let consumer = Consumer::connect(rabbit);
+    consumer.route("frozen");
+    let proxy = Proxy::to(&rabbit.url());
+    let mut publisher = publisher(RabbitMqConfig::builder(proxy.url.clone()).exchange("frozen"));
+    assert_published(&publish(&mut publisher, &events([0])));
+    let before = (threads(), descriptors());
+    proxy.frozen.store(true, Ordering::SeqCst);
+    let results = publish_within(Duration::from_millis(300), &mut publisher, &events(1..=9));
+    for result in &results {
+        assert_failed(result, Transient, Broker, true, &["no confirm", "deadline"]);
+    }
+    proxy.frozen.store(false, Ordering::SeqCst);
+    assert_published(&publish(&mut publisher, &events(1..=9)));
+    let arrived = consumer.ids("frozen");
+    assert_eq!(
+        arrived.iter().rev().take(9).rev().copied().collect::<Vec<_>>(),
+        (1..=9).collect::<Vec<_>>()
+    );
+    eventually("the old connection is gone", PATIENCE, || {
+        threads() <= before.0 && descriptors() <= before.1
+    });
+}
+
+/// The broker itself fails with events in flight: it closes the connection with 541, which explains nothing.
+fn a_crash_of_the_channel_is_nobodys_fault(rabbit: &Rabbit) {
+    let consumer = Consumer::connect(rabbit);
+    consumer.route("fault");
+    drop(consumer);
+    let mut publisher = publisher(RabbitMqConfig::builder(rabbit.url()).exchange("fault"));
+    assert_published(&publish(&mut publisher, &events([0])));
+    let kill = "[exit(Pid, kill) || Pid <- rabbit_channel:list()].";
+    let mut failed = Vec::new();
+    for _ in 0..10 {
+        thread::scope(|scope| {
+            let killing = scope.spawn(|| rabbit.ctl(&["eval", kill]));
+            while !killing.is_finished() {
+                failed.extend(
+                    publish(&mut publisher, &events(1..=200)).into_iter().filter_map(Result::err),
+                );
+            }
+        });
+        if !failed.is_empty() {
+            break;
+        }
+    }
+    println!("{} of a wave failed: {:?}", failed.len(), failed.first());
+    assert!(!failed.is_empty(), "no channel was killed with events in flight");
+    for error in &failed {
+        assert_ne!(error.kind(), Permanent, "{error:?}");
+        assert!(
+            error.is_in_doubt() && (failed.len() == 1 || error.kind() == Transient),
+            "{error:?}"
+        );
+    }
+    eventually("it publishes again", PATIENCE, || {
+        publish(&mut publisher, &events(1..=200)).iter().all(Result::is_ok)
+    });
 }
 
 fn a_block_pauses_and_ends_by_itself(rabbit: &Rabbit) {
@@ -667,7 +746,7 @@ fn fifty_closed_connections_leave_nothing_behind(rabbit: &Rabbit) {
     });
 }
 
-fn a_crash_in_the_middle_of_a_wave(rabbit: &mut Rabbit) {
+fn a_restart_in_the_middle_of_a_wave(rabbit: &mut Rabbit, end: impl FnOnce(&mut Rabbit)) {
     Consumer::connect(rabbit).route("crash");
     let url = rabbit.url();
     let (report, reports) = mpsc::channel();
@@ -704,7 +783,7 @@ fn a_crash_in_the_middle_of_a_wave(rabbit: &mut Rabbit) {
         }
     };
     wait("events go out", &|(confirmed, _)| confirmed >= 1000);
-    rabbit.kill();
+    end(rabbit);
     wait("the loss is noticed", &|(_, failed)| failed);
     rabbit.start_again();
     let known = reports.try_iter().last().map_or(0, |(confirmed, _)| confirmed);
@@ -758,6 +837,47 @@ fn a_silent_broker_is_given_up_at_the_deadline() {
     eventually("threads and descriptors are flat", PATIENCE, || {
         threads() <= threads_before && descriptors() <= descriptors_before
     });
+}
+
+/// A road to the broker that can be frozen: bytes stop, and nothing is closed.
+struct Proxy {
+    url: String,
+    frozen: Arc<AtomicBool>,
+}
+
+impl Proxy {
+    fn to(url: &str) -> Self {
+        let (front, host) = url.rsplit_once('@').unwrap();
+        let (address, vhost) = host.split_once('/').unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("{front}@{}/{vhost}", listener.local_addr().unwrap());
+        let frozen = Arc::new(AtomicBool::new(false));
+        let (address, switch) = (address.to_owned(), frozen.clone());
+        thread::spawn(move || {
+            for client in listener.incoming() {
+                let (client, server) = (client.unwrap(), TcpStream::connect(&address).unwrap());
+                for (from, to) in [(&client, &server), (&server, &client)] {
+                    let (from, to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                    let switch = switch.clone();
+                    thread::spawn(move || pass(from, to, &switch));
+                }
+            }
+        });
+        Self { url, frozen }
+    }
+}
+
+fn pass(mut from: TcpStream, mut to: TcpStream, frozen: &AtomicBool) {
+    let mut buffer = [0; 65_536];
+    while let Ok(bytes @ 1..) = from.read(&mut buffer) {
+        while frozen.load(Ordering::SeqCst) {
+            thread::sleep(Duration::from_millis(5));
+        }
+        if to.write_all(&buffer[..bytes]).is_err() {
+            break;
+        }
+    }
+    let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
 }
 
 fn threads() -> usize {
