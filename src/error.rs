@@ -23,6 +23,7 @@ enum Kind {
     InvalidConfig,
     SchemaMissing,
     SchemaVersion,
+    Connect,
     Database,
     ThreadDied,
 }
@@ -63,6 +64,13 @@ impl Error {
         let source = source.into();
         let detail = describe(source.as_ref());
         Self::new(Kind::Database, format!("{what}: {detail}"), Some(source))
+    }
+
+    /// No connection could be had. Whatever the reason, a later try may succeed.
+    pub(crate) fn connect(source: impl Into<BoxError>) -> Self {
+        let source = source.into();
+        let detail = describe(source.as_ref());
+        Self::new(Kind::Connect, format!("connecting to the database: {detail}"), Some(source))
     }
 
     /// The same, for `append`: limits and duplicate ids are the caller's to mend and get their own kinds.
@@ -119,7 +127,7 @@ impl Error {
 
     /// The database refused or was lost. [`source`](StdError::source) has the driver's error.
     pub fn is_database(&self) -> bool {
-        self.0.kind == Kind::Database
+        matches!(self.0.kind, Kind::Connect | Kind::Database)
     }
 
     /// A thread of the relay panicked. What it held comes back when its leases lapse.
@@ -136,16 +144,20 @@ impl Error {
     /// Whether the session behind this error is of no more use: the connection is gone, the server is shutting
     /// down or out of sessions, or it has become read-only after a failover (25006).
     pub(crate) fn needs_new_session(&self) -> bool {
+        if self.0.kind != Kind::Database {
+            return self.0.kind == Kind::Connect;
+        }
         let Some(source) = self.0.source.as_deref() else { return false };
         let Some(error) = source.downcast_ref::<postgres::Error>() else { return true };
         match error.code().map(|code| code.code()) {
-            None => true,
+            // Not from the server: the connection broke, or a value could not be converted, which stays as it is.
+            None => {
+                error.is_closed()
+                    || error.source().is_some_and(|cause| cause.is::<std::io::Error>())
+            }
             Some(code) => {
-                code.starts_with("08")
-                    || code.starts_with("57P")
-                    || code.starts_with("53")
-                    || code.starts_with("58")
-                    || matches!(code, "25006" | "25P03" | "XX000" | "26000")
+                ["08", "57P", "53", "58"].iter().any(|class| code.starts_with(class))
+                    || matches!(code, "25006" | "25P03" | "26000" | "XX000")
             }
         }
     }

@@ -1,8 +1,8 @@
 //! Why an event has not gone out: each answer, from rows that were set up by hand.
 
-mod operators;
+mod common;
 
-use operators::Database;
+use common::Database;
 use pg_outbox::store::why::{Answer, Wait, Why, why};
 use pg_outbox::{EventRef, Schema};
 use postgres::Client;
@@ -15,7 +15,7 @@ const SETUP: &str = "
 struct Case {
     // Dropped before the database, which could not be dropped otherwise.
     client: Client,
-    _database: Database,
+    database: Database,
 }
 
 impl Case {
@@ -24,7 +24,7 @@ impl Case {
         let database = Database::create();
         let mut client = database.client();
         client.batch_execute(SETUP).expect("setup");
-        Self { client, _database: database }
+        Self { client, database }
     }
 
     fn ask(&mut self, event: impl Into<EventRef>) -> Why {
@@ -186,7 +186,9 @@ fn finding_what_is_in_front_reads_one_row_of_each_kind() {
         case.client.batch_execute(analyze).expect("analyze");
         let last: i64 =
             case.client.query_one("SELECT max(id) FROM outbox.outbox", &[]).expect("max").get(0);
-        let mut transaction = case.client.transaction().expect("begin");
+        // A new session has counted nothing yet.
+        let mut client = case.database.client();
+        let mut transaction = client.transaction().expect("begin");
         let answer = why(&mut transaction, &Schema::default(), &last.into())
             .expect("why")
             .expect("an event")

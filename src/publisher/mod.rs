@@ -4,7 +4,6 @@
 //! waits until the broker has *confirmed* it, and it says of each failure what it is evidence of. It never retries,
 //! never sleeps past its deadline and never decides an event's fate; the relay does.
 
-
 #[cfg(feature = "rabbitmq")]
 pub mod rabbitmq;
 mod scripted;

@@ -121,21 +121,27 @@ impl Claimer {
         Ok(Pass::Sleep(self.cursors.longest_sleep(self.shared.config.poll_interval)))
     }
 
-    /// Sends one event to find out whether the target answers again.
+    /// Sends one event to find out whether the target answers again: a clean one, or a suspect where there is no other.
     fn probe(&mut self, target: Target) -> Result<Pass, Error> {
-        let mut request = self.cursors.probe_request();
-        if let Target::Destination(name) = &target {
-            request.only = vec![name.clone()];
-        }
-        let (batch, _) = self.claim(&request)?;
-        match batch {
-            Some(mut batch) => {
+        for class in [Class::Clean, Class::Suspect, Class::LastChance] {
+            if class == Class::LastChance && !self.wait_until_alone() {
+                break;
+            }
+            let mut request = self.cursors.probe_request(class);
+            if let Target::Destination(name) = &target {
+                request.only = vec![name.clone()];
+            }
+            if let (Some(mut batch), _) = self.claim(&request)? {
                 self.shared.pauses.probing(&target);
                 batch.probe = Some(target);
                 self.hand_over(batch);
+                if class == Class::LastChance {
+                    self.wait_until_alone();
+                }
+                return Ok(Pass::Claimed);
             }
-            None => self.shared.pauses.not_probed(&target, self.shared.config.poll_interval),
         }
+        self.shared.pauses.not_probed(&target, self.shared.config.poll_interval);
         Ok(Pass::Claimed)
     }
 

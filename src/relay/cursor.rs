@@ -99,9 +99,9 @@ impl Cursors {
         }
     }
 
-    /// One event, whichever comes first.
-    pub(crate) fn probe_request(&self) -> Request {
-        Request { heads: 1, rows: 1, run: 1, ..self.request(Class::Clean) }
+    /// One event of the class, whichever comes first.
+    pub(crate) fn probe_request(&self, class: Class) -> Request {
+        Request { heads: 1, rows: 1, run: 1, ..self.request(class) }
     }
 
     pub(crate) fn learn(&mut self, request: &Request, claim: &Claim) {

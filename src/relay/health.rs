@@ -110,6 +110,17 @@ impl Health {
 }
 
 impl Progress {
+    /// Of a thread that nobody watches, because it lives for one call.
+    pub(crate) fn detached() -> Self {
+        Self {
+            name: String::new(),
+            patience: Duration::MAX,
+            started: Instant::now(),
+            last: AtomicU64::new(0),
+            alive: AtomicBool::new(true),
+        }
+    }
+
     pub(crate) fn note(&self) {
         self.last.store(self.started.elapsed().as_millis() as u64, Ordering::Relaxed);
     }

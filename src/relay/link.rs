@@ -67,7 +67,9 @@ impl Link {
                 }
                 Err(error) => {
                     failures = failures.saturating_add(1);
-                    self.report(&error, failures, lost_at);
+                    if error.needs_new_session() {
+                        self.report(&error, failures, lost_at);
+                    }
                     if give_up(&error) {
                         return Err(error);
                     }

@@ -26,8 +26,8 @@ mod worker;
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -57,7 +57,8 @@ struct Shared {
     stop: StopHandle,
     health: Health,
     pauses: pause::Pauses,
-    is_pooled: AtomicBool,
+    /// Whether there is a transaction pooler in between; found out by the first session.
+    is_pooled: OnceLock<bool>,
     is_listening: AtomicBool,
     in_flight: AtomicUsize,
     settled: Sender<()>,
@@ -75,9 +76,16 @@ struct Totals {
 
 impl Shared {
     fn open_session(&self) -> Result<Session, Error> {
-        let client = (self.connect)()
-            .map_err(|error| Error::database("connecting to the database", error))?;
-        Session::open(client, &self.schema, self.is_pooled.load(Ordering::Acquire))
+        let mut client = (self.connect)().map_err(Error::connect)?;
+        let is_pooled = match self.is_pooled.get() {
+            Some(known) => *known,
+            None => {
+                let mut other = (self.connect)().map_err(Error::connect)?;
+                let found = store::is_pooled(&mut client, &mut other)?;
+                *self.is_pooled.get_or_init(|| found)
+            }
+        };
+        Session::open(client, &self.schema, is_pooled)
     }
 
     fn listens(&self) -> bool {
@@ -126,7 +134,7 @@ impl Relay {
             stop: StopHandle::new(),
             health: Health::new(),
             pauses: pause::Pauses::default(),
-            is_pooled: AtomicBool::new(false),
+            is_pooled: OnceLock::new(),
             is_listening: AtomicBool::new(false),
             in_flight: AtomicUsize::new(0),
             settled: settled_tx,
@@ -163,29 +171,13 @@ impl Relay {
         RunningRelay { stop, health, thread: Some(thread) }
     }
 
-    /// Waits for a database with the right schema, and finds out whether there is a pooler in between. False when asked
-    /// to stop meanwhile.
+    /// Waits for a database with the right schema. False when asked to stop meanwhile.
     fn prepare(&self) -> Result<bool, Error> {
         let shared = &self.shared;
-        let mut link =
-            Link::new(Arc::clone(shared), shared.health.thread("starter", Duration::MAX));
+        let mut link = Link::new(Arc::clone(shared), Arc::new(Progress::detached()));
         let gave_up = |error: &Error| shared.stop.is_stopping() || !error.needs_new_session();
-        let prepared = link.until(gave_up, |session| {
-            store::check_schema(session.client(), &shared.schema)?;
-            let other = (shared.connect)();
-            let mut other =
-                other.map_err(|error| Error::database("connecting to the database", error))?;
-            store::is_pooled(session.client(), &mut other)
-        });
-        match prepared {
-            Ok(is_pooled) => {
-                if is_pooled && shared.config.wake_ups {
-                    let every = shared.config.poll_interval;
-                    log::warn!(
-                        "the database is behind a transaction pooler, where LISTEN cannot work: polling every {every:?}"
-                    );
-                }
-                shared.is_pooled.store(is_pooled, Ordering::Release);
+        match link.until(gave_up, |session| store::check_schema(session.client(), &shared.schema)) {
+            Ok(()) => {
                 shared.health.set_database(None);
                 Ok(true)
             }
@@ -201,7 +193,13 @@ impl Relay {
         let mut threads = Threads::new(&shared);
         let (batches_tx, batches_rx) = bounded(0);
         let (wake_tx, wake_rx) = bounded(1);
-        if config.wake_ups && !shared.is_pooled.load(Ordering::Acquire) {
+        let is_pooled = shared.is_pooled.get() == Some(&true);
+        if config.wake_ups && is_pooled {
+            let every = config.poll_interval;
+            log::warn!(
+                "the database is behind a transaction pooler, where LISTEN cannot work: polling every {every:?}"
+            );
+        } else if config.wake_ups {
             threads.spawn("listener", move |shared, progress| {
                 listener::run(shared, progress, &wake_tx)
             });
@@ -237,14 +235,27 @@ impl Relay {
     }
 }
 
-/// Tells the table that this relay has ended, so that it does not look dead. Best effort: the database may be away.
+/// Tells the table that this relay has ended, so that it does not look dead. Best effort, within what is left of the
+/// time to stop: the database may be away.
 fn sign_off(shared: &Arc<Shared>) {
-    let mut link = Link::new(Arc::clone(shared), shared.health.thread("ender", Duration::MAX));
-    let signed_off = link.once(|session| {
-        relays::no_wake_up(session, &shared.config.relay_id)?;
-        relays::ended(session, &shared.config.relay_id, 0)
+    if shared.health.database().is_err() {
+        return;
+    }
+    let (done_tx, done) = bounded(1);
+    let ender = Arc::clone(shared);
+    thread::spawn(move || {
+        let mut link = Link::new(Arc::clone(&ender), Arc::new(Progress::detached()));
+        let signed_off = link.once(|session| {
+            relays::no_wake_up(session, &ender.config.relay_id)?;
+            relays::ended(session, &ender.config.relay_id, 0)
+        });
+        let _ = done_tx.send(signed_off);
     });
-    if let Err(error) = signed_off {
+    let deadline =
+        shared.stop.deadline(shared.config.shutdown_timeout).unwrap_or_else(Instant::now);
+    if let Ok(Err(error)) =
+        done.recv_deadline(deadline.max(Instant::now() + Duration::from_millis(100)))
+    {
         log::debug!("{error}");
     }
 }

@@ -337,7 +337,8 @@ impl Shared {
         let (mut refusals, mut tries) = (0, 0);
         let gave_up = |error: &Error| {
             refusals += u32::from(!error.needs_new_session());
-            let deadline = self.stop.deadline(self.config.shutdown_timeout);
+            // A little earlier than the whole, so that the thread has ended when the time is up.
+            let deadline = self.stop.deadline(self.config.shutdown_timeout.mul_f64(0.9));
             refusals >= MOST_REFUSALS || deadline.is_some_and(|deadline| Instant::now() >= deadline)
         };
         let written = link.until(gave_up, |session| {

@@ -76,6 +76,9 @@ SELECT reason, sum(count)::bigint AS count, min(id) AS example, min(died_at) AS 
   FROM heads GROUP BY reason ORDER BY count DESC, held DESC, reason"#
 );
 
+/// Before [`LIST`] and [`GROUPS`]; ends with their transaction.
+pub const READ_SETTINGS: &str = "SET TRANSACTION READ ONLY; SET LOCAL enable_seqscan = off";
+
 /// One event, whatever its status. Takes $1 its id or NULL, $2 its event id or NULL. By one of the two unique indexes.
 pub const SHOW: &str = r#"
 SELECT e.*, statement_timestamp() AS now FROM "outbox".outbox AS e WHERE e.id = $1 OR e.event_id = $2"#;
@@ -345,9 +348,7 @@ pub fn list(
     let (after, limit) = (after.unwrap_or(0), i64::from(limit));
     let mut parameters = filter.parameters();
     parameters.extend([(&after as &(dyn ToSql + Sync), Type::INT8), (&limit, Type::INT8)]);
-    let rows = client
-        .query_typed(&schema.sql(LIST), &parameters)
-        .map_err(|error| schema.error("listing dead letters", error))?;
+    let rows = read(client, schema, LIST, &parameters, "listing dead letters")?;
     let letter = |row: &Row| DeadLetter {
         id: row.get("id"),
         event_id: row.get("event_id"),
@@ -374,9 +375,7 @@ pub fn groups(
     schema: &Schema,
     filter: &Filter,
 ) -> Result<Vec<ReasonGroup>, Error> {
-    let rows = client
-        .query_typed(&schema.sql(GROUPS), &filter.parameters())
-        .map_err(|error| schema.error("grouping dead letters", error))?;
+    let rows = read(client, schema, GROUPS, &filter.parameters(), "grouping dead letters")?;
     let group = |row: &Row| ReasonGroup {
         reason: row.get("reason"),
         count: count(row, "count"),
@@ -440,6 +439,23 @@ pub fn discard(
     }
     let note = format!("{}: {}", by.trim(), note.trim());
     settle(client, schema, DISCARD, filter, (&note, Type::TEXT), "discarding dead letters")
+}
+
+/// Runs a statement that looks at dead letters. Statistics from a day with many of them would make a sequential scan look
+/// cheap; the rollback takes that setting along where the transaction is a savepoint.
+fn read(
+    client: &mut impl GenericClient,
+    schema: &Schema,
+    statement: &str,
+    parameters: &[(&(dyn ToSql + Sync), Type)],
+    what: &str,
+) -> Result<Vec<Row>, Error> {
+    let failed = |error| schema.error(what, error);
+    let mut transaction = client.transaction().map_err(failed)?;
+    transaction.batch_execute(READ_SETTINGS).map_err(failed)?;
+    let rows = transaction.query_typed(&schema.sql(statement), parameters).map_err(failed)?;
+    transaction.rollback().map_err(failed)?;
+    Ok(rows)
 }
 
 /// Runs a statement that takes dead letters away, then wakes the relays, for what was held or requeued is due.
