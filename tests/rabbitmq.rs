@@ -3,7 +3,6 @@
 #![cfg(feature = "rabbitmq")]
 #![allow(clippy::unwrap_used)]
 
-#[path = "common_dev/mod.rs"]
 mod common;
 
 use std::collections::{BTreeMap, HashSet};
@@ -16,17 +15,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use common::{Rabbit, eventually};
-use futures_lite::future::block_on;
-use lapin::message::BasicGetMessage;
-use lapin::options::{
-    BasicGetOptions, ExchangeDeclareOptions, ExchangeDeleteOptions, QueueBindOptions,
-    QueueDeclareOptions, QueuePurgeOptions,
-};
-use lapin::types::{AMQPValue, FieldTable};
-use lapin::{Channel, Connection, ConnectionProperties, ExchangeKind};
+use common::process::free_port;
+use common::{Delivery, Rabbit, eventually};
 use pg_outbox::publisher::rabbitmq::{RabbitMqConfig, RabbitMqConfigBuilder, RabbitMqPublisher};
 use pg_outbox::{Event, FailureKind, FailureScope, Outcomes, PublishError, Publisher};
+use serde_json::json;
 
 /// Held by each test: they count the threads and descriptors of the process.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -36,79 +29,24 @@ const PATIENCE: Duration = Duration::from_secs(20);
 use FailureKind::{Permanent, Transient};
 use FailureScope::{Broker, Destination, Event as OneEvent};
 
-/// The other end: declares what the publisher expects, and reads what arrived.
-struct Consumer {
-    channel: Channel,
-    _connection: Connection,
-}
-
-impl Consumer {
-    fn connect(rabbit: &Rabbit) -> Self {
-        block_on(async {
-            let connection =
-                Connection::connect(&rabbit.url(), ConnectionProperties::default()).await.unwrap();
-            Self { channel: connection.create_channel().await.unwrap(), _connection: connection }
-        })
-    }
-
-    fn exchange(&self, name: &str) {
-        let (kind, options) =
-            (ExchangeKind::Topic, ExchangeDeclareOptions { durable: true, ..Default::default() });
-        block_on(self.channel.exchange_declare(name.into(), kind, options, FieldTable::default()))
-            .unwrap();
-    }
-
-    fn delete_exchange(&self, name: &str) {
-        block_on(self.channel.exchange_delete(name.into(), ExchangeDeleteOptions::default()))
-            .unwrap();
-    }
-
-    /// A durable queue of the same name as its exchange.
-    fn queue(&self, name: &str, arguments: &[(&str, AMQPValue)]) {
-        let mut table = FieldTable::default();
-        for (key, value) in arguments {
-            table.insert((*key).into(), value.clone());
+/// The outbox ids in the queue, in order, which leaves it empty.
+fn ids(rabbit: &Rabbit, queue: &str) -> Vec<i64> {
+    let mut ids = Vec::new();
+    loop {
+        let some = rabbit.get(queue, 10_000);
+        if some.is_empty() {
+            return ids;
         }
-        let options = QueueDeclareOptions { durable: true, ..Default::default() };
-        block_on(self.channel.queue_declare(name.into(), options, table)).unwrap();
-    }
-
-    fn bind(&self, name: &str, key: &str) {
-        let (options, none) = (QueueBindOptions::default(), FieldTable::default());
-        block_on(self.channel.queue_bind(name.into(), name.into(), key.into(), options, none))
-            .unwrap();
-    }
-
-    /// An exchange with a queue of the same name that gets everything.
-    fn route(&self, name: &str) {
-        self.exchange(name);
-        self.queue(name, &[]);
-        self.bind(name, "#");
-    }
-
-    fn purge(&self, name: &str) {
-        block_on(self.channel.queue_purge(name.into(), QueuePurgeOptions::default())).unwrap();
-    }
-
-    fn next(&self, queue: &str) -> Option<BasicGetMessage> {
-        block_on(self.channel.basic_get(queue.into(), BasicGetOptions { no_ack: true })).unwrap()
-    }
-
-    /// The outbox ids in the queue, in order, which leaves it empty.
-    fn ids(&self, queue: &str) -> Vec<i64> {
-        std::iter::from_fn(|| self.next(queue))
-            .map(|message| headers(&message)["outbox-sequence"].parse().unwrap())
-            .collect()
+        ids.extend(some.iter().map(|got| headers(got)["outbox-sequence"].parse::<i64>().unwrap()));
     }
 }
 
-fn headers(message: &BasicGetMessage) -> BTreeMap<String, String> {
-    let table = message.properties.headers().clone().unwrap();
-    let text = |value: &AMQPValue| match value {
-        AMQPValue::LongString(text) => String::from_utf8(text.as_bytes().to_vec()).unwrap(),
-        other => panic!("not a string: {other:?}"),
-    };
-    table.inner().iter().map(|(name, value)| (name.to_string(), text(value))).collect()
+fn next(rabbit: &Rabbit, queue: &str) -> Delivery {
+    rabbit.get(queue, 1).pop().expect("it was confirmed")
+}
+
+fn headers(got: &Delivery) -> BTreeMap<String, String> {
+    serde_json::from_value(got.properties["headers"].clone()).expect("strings")
 }
 
 fn publisher(config: RabbitMqConfigBuilder) -> RabbitMqPublisher {
@@ -199,8 +137,7 @@ fn what_one_broker_refuses_is_classified_as_documented() {
 }
 
 fn messages_are_as_documented(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
-    consumer.route("documented");
+    rabbit.route("documented");
     let config = RabbitMqConfig::builder(rabbit.url())
         .exchange("documented")
         .routing_key("{aggregate_type}.{event_type}");
@@ -211,23 +148,23 @@ fn messages_are_as_documented(rabbit: &Rabbit) {
     event.headers.insert("traceparent".into(), "00-abc".into());
     event.possible_duplicate = true;
     assert_published(&publish(&mut publisher, &[event.clone()]));
-    let message = consumer.next("documented").expect("it was confirmed");
-    let properties = &message.properties;
-    assert_eq!(message.routing_key.as_str(), "test.placed");
-    assert_eq!(properties.message_id().as_ref().unwrap().as_str(), event.event_id.to_string());
-    assert_eq!(properties.kind().as_ref().unwrap().as_str(), "placed");
-    assert_eq!(properties.content_type().as_ref().unwrap().as_str(), "application/json");
-    assert_eq!(
-        (*properties.delivery_mode(), *properties.timestamp()),
-        (Some(2), Some(1_700_000_000))
-    );
+    let message = next(rabbit, "documented");
+    assert_eq!((&*message.exchange, &*message.routing_key), ("documented", "test.placed"));
+    let expected = json!({
+        "message_id": event.event_id.to_string(),
+        "type": "placed",
+        "content_type": "application/json",
+        "delivery_mode": 2,
+        "timestamp": 1_700_000_000,
+        "headers": message.properties["headers"],
+    });
+    assert_eq!(message.properties, expected);
     assert_eq!(headers(&message), event.message_headers().into_iter().collect());
     assert_eq!(headers(&message)["outbox-possible-duplicate"], "true");
 }
 
 fn bytes_and_headers_arrive_unchanged(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
-    consumer.route("bytes");
+    rabbit.route("bytes");
     let mut publisher = publisher(RabbitMqConfig::builder(rabbit.url()).exchange("bytes"));
     let payloads = [
         vec![],
@@ -239,16 +176,13 @@ fn bytes_and_headers_arrive_unchanged(rabbit: &Rabbit) {
     for (id, payload) in payloads.iter().enumerate() {
         let sent = changed(id as i64, |event| event.payload.clone_from(payload));
         assert_published(&publish(&mut publisher, &[sent]));
-        assert_eq!(consumer.next("bytes").unwrap().data, *payload);
+        assert_eq!(next(rabbit, "bytes").payload, *payload);
     }
     for (id, value) in values.iter().enumerate() {
         let mut sent = event(id as i64);
         sent.headers.insert("hostile".into(), (*value).into());
         assert_published(&publish(&mut publisher, &[sent.clone()]));
-        assert_eq!(
-            headers(&consumer.next("bytes").unwrap()),
-            sent.message_headers().into_iter().collect()
-        );
+        assert_eq!(headers(&next(rabbit, "bytes")), sent.message_headers().into_iter().collect());
     }
     let mut long_name = event(1);
     long_name.headers.insert("x".repeat(256), "y".into());
@@ -263,22 +197,20 @@ fn bytes_and_headers_arrive_unchanged(rabbit: &Rabbit) {
         false,
         &["headers take 140", "frame_max is 131072"],
     );
-    assert_eq!((results[2].clone(), consumer.ids("bytes")), (Ok(()), vec![3]));
+    assert_eq!((results[2].clone(), ids(rabbit, "bytes")), (Ok(()), vec![3]));
 }
 
 fn waves_keep_the_order_of_an_aggregate(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
-    consumer.route("order");
+    rabbit.route("order");
     let mut publisher = publisher(RabbitMqConfig::builder(rabbit.url()).exchange("order"));
     for wave in 0..20 {
         assert_published(&publish(&mut publisher, &events(wave * 50..(wave + 1) * 50)));
     }
-    assert_eq!(consumer.ids("order"), (0..1000).collect::<Vec<_>>());
+    assert_eq!(ids(rabbit, "order"), (0..1000).collect::<Vec<_>>());
 }
 
 fn unroutable_events_come_back(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
-    consumer.exchange("unbound");
+    rabbit.declare_exchange("unbound", "topic");
     let config = || RabbitMqConfig::builder(rabbit.url()).exchange("unbound");
     let mut publisher_ = publisher(config());
     let results = publish(&mut publisher_, &events(1..=3));
@@ -294,17 +226,16 @@ fn unroutable_events_come_back(rabbit: &Rabbit) {
     let results = publish(&mut publisher(config().retry_unroutable(true)), &events([1]));
     assert_failed(&results[0], Transient, OneEvent, false, &["unroutable"]);
     assert_published(&publish(&mut publisher(config().mandatory(false)), &events([1])));
-    consumer.queue("unbound", &[]);
-    consumer.bind("unbound", "placed");
+    rabbit.declare_queue("unbound", json!({}));
+    rabbit.bind("unbound", "unbound", "placed");
     assert_published(&publish(&mut publisher_, &events(1..=3)));
-    assert_eq!(consumer.ids("unbound"), [1, 2, 3]);
+    assert_eq!(ids(rabbit, "unbound"), [1, 2, 3]);
 }
 
 fn a_returned_event_is_told_from_its_neighbours(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
-    consumer.exchange("mixed");
-    consumer.queue("mixed", &[]);
-    consumer.bind("mixed", "bound");
+    rabbit.declare_exchange("mixed", "topic");
+    rabbit.declare_queue("mixed", json!({}));
+    rabbit.bind("mixed", "mixed", "bound");
     let mut publisher = publisher(RabbitMqConfig::builder(rabbit.url()).exchange("mixed"));
     for round in 0..20 {
         let bound = |id: i64| (id * 7 + round) % 3 == 0;
@@ -327,16 +258,14 @@ fn a_returned_event_is_told_from_its_neighbours(rabbit: &Rabbit) {
                 }
             }
         }
-        assert_eq!(consumer.ids("mixed"), (0..100).filter(|&id| bound(id)).collect::<Vec<_>>());
+        assert_eq!(ids(rabbit, "mixed"), (0..100).filter(|&id| bound(id)).collect::<Vec<_>>());
     }
 }
 
 fn a_full_queue_refuses_at_once(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
-    consumer.exchange("full");
-    let overflow = AMQPValue::LongString("reject-publish".into());
-    consumer.queue("full", &[("x-max-length", AMQPValue::LongInt(10)), ("x-overflow", overflow)]);
-    consumer.bind("full", "#");
+    rabbit.declare_exchange("full", "topic");
+    rabbit.declare_queue("full", json!({"x-max-length": 10, "x-overflow": "reject-publish"}));
+    rabbit.bind("full", "full", "#");
     let mut publisher = publisher(RabbitMqConfig::builder(rabbit.url()).exchange("full"));
     let start = Instant::now();
     let results = publish(&mut publisher, &events(1..=50));
@@ -348,28 +277,27 @@ fn a_full_queue_refuses_at_once(rabbit: &Rabbit) {
     });
     let taken: Vec<i64> =
         (1..=50).zip(&results).filter(|(_, result)| result.is_ok()).map(|(id, _)| id).collect();
-    assert_eq!(consumer.ids("full"), taken);
+    assert_eq!(ids(rabbit, "full"), taken);
     let mut left: Vec<i64> = (1..=50).filter(|id| !taken.contains(id)).collect();
     while !left.is_empty() {
         let ten: Vec<_> = left.drain(..10).collect();
         assert_published(&publish(&mut publisher, &events(ten.clone())));
-        assert_eq!(consumer.ids("full"), ten);
+        assert_eq!(ids(rabbit, "full"), ten);
     }
 }
 
 fn an_exchange_is_deleted_and_declared_again(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
     let words = ["no exchange 'gone'", "declare the exchange"];
     let mut publisher = publisher(RabbitMqConfig::builder(rabbit.url()).exchange("gone"));
     let missing = publisher.check(Instant::now() + PATIENCE);
     assert_failed(&missing, Transient, Broker, false, &words);
     let results = publish(&mut publisher, &events(1..=3));
     results.iter().for_each(|result| assert_failed(result, Transient, Broker, false, &words));
-    consumer.route("gone");
+    rabbit.route("gone");
     publisher.check(Instant::now() + PATIENCE).unwrap();
     assert_published(&publish(&mut publisher, &events(1..=3)));
-    assert_eq!(consumer.ids("gone"), [1, 2, 3]);
-    consumer.delete_exchange("gone");
+    assert_eq!(ids(rabbit, "gone"), [1, 2, 3]);
+    rabbit.delete_exchange("gone");
     let start = Instant::now();
     let results = publish(&mut publisher, &events(4..=53));
     assert!(start.elapsed() < PATIENCE / 2, "waited for the deadline");
@@ -378,14 +306,13 @@ fn an_exchange_is_deleted_and_declared_again(rabbit: &Rabbit) {
         assert_eq!((error.kind(), error.scope()), (Transient, Broker), "{error:?}");
         assert!(error.reason().contains(words[0]), "{error:?}");
     }
-    consumer.route("gone");
+    rabbit.route("gone");
     assert_published(&publish(&mut publisher, &events(4..=53)));
-    assert_eq!(consumer.ids("gone"), (4..=53).collect::<Vec<_>>());
+    assert_eq!(ids(rabbit, "gone"), (4..=53).collect::<Vec<_>>());
 }
 
 fn too_large_payloads_are_refused_alone(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
-    consumer.route("size");
+    rabbit.route("size");
     let limit = |bytes: usize| {
         rabbit.ctl(&["eval", &format!("application:set_env(rabbit, max_message_size, {bytes}).")]);
     };
@@ -407,7 +334,7 @@ fn too_large_payloads_are_refused_alone(rabbit: &Rabbit) {
         }
         assert_failed(&results[2], Permanent, OneEvent, false, &["20000000 bytes", "100000 bytes"]);
         assert_failed(&results[4], Permanent, OneEvent, false, &["100001 bytes", "100000 bytes"]);
-        let mut arrived = consumer.ids("size");
+        let mut arrived = ids(rabbit, "size");
         arrived.sort_unstable();
         assert_eq!(arrived, [0, 1, 3, 5], "each once");
     }
@@ -415,10 +342,10 @@ fn too_large_payloads_are_refused_alone(rabbit: &Rabbit) {
     let mut publisher_ = publisher(builder());
     assert_published(&publish(&mut publisher_, &[sized(1, 100_000)]));
     limit(50_000);
-    consumer.delete_exchange("size");
+    rabbit.delete_exchange("size");
     assert!(publish(&mut publisher_, &[event(1)])[0].is_err(), "the channel is another now");
-    consumer.purge("size");
-    consumer.route("size");
+    ids(rabbit, "size");
+    rabbit.route("size");
     let results =
         publish(&mut publisher_, &[event(0), sized(1, 60_000), event(2), sized(3, 70_000)]);
     for (index, size) in [(1, "60000 bytes"), (3, "70000 bytes")] {
@@ -427,18 +354,17 @@ fn too_large_payloads_are_refused_alone(rabbit: &Rabbit) {
     if results[0].is_err() {
         assert_failed(&results[0], Transient, OneEvent, true, &["sent beside an event"]);
     }
-    assert_eq!((results[2].clone(), consumer.ids("size")), (Ok(()), vec![0, 2]));
+    assert_eq!((results[2].clone(), ids(rabbit, "size")), (Ok(()), vec![0, 2]));
     let known = publisher(builder().max_body_bytes(10));
     let results = publish(&mut { known }, &[sized(1, 11), event(2)]);
     assert_failed(&results[0], Permanent, OneEvent, false, &["11 bytes", "limit of 10 bytes"]);
     assert_eq!(results[1], Ok(()));
     limit(134_217_728);
-    consumer.purge("size");
+    ids(rabbit, "size");
 }
 
 fn long_routing_keys_are_never_cut(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
-    consumer.route("keys");
+    rabbit.route("keys");
     let config = RabbitMqConfig::builder(rabbit.url())
         .exchange("keys")
         .routing_key("{aggregate_id}.{event_type}");
@@ -463,15 +389,12 @@ fn long_routing_keys_are_never_cut(rabbit: &Rabbit) {
         &["routing key has 300 bytes", "at most 255"],
     );
     assert_eq!((&results[0], &results[3]), (&Ok(()), &Ok(())));
-    let keys: Vec<_> = std::iter::from_fn(|| consumer.next("keys"))
-        .map(|message| message.routing_key.as_str().len())
-        .collect();
+    let keys: Vec<_> = rabbit.get("keys", 10).iter().map(|got| got.routing_key.len()).collect();
     assert_eq!(keys, [255, 9]);
 }
 
 fn permissions_are_mended_without_a_loss(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
-    consumer.route("guarded");
+    rabbit.route("guarded");
     rabbit.ctl(&["add_user", "reader", "s3cret"]);
     rabbit.ctl(&["set_permissions", "-p", "/", "reader", ".*", "nothing", ".*"]);
     let url = rabbit.url().replace("guest:guest", "reader:s3cret");
@@ -484,9 +407,7 @@ fn permissions_are_mended_without_a_loss(rabbit: &Rabbit) {
     rabbit.ctl(&["set_topic_permissions", "-p", "/", "reader", "guarded", "^good", ".*"]);
     let typed = |id: i64, kind: &str| changed(id, |event| event.event_type = kind.into());
     // On another connection, so that the broker's cache of permissions does not matter.
-    drop(consumer);
     rabbit.close_all_connections("mended");
-    let consumer = Consumer::connect(rabbit);
     eventually("the connection is seen to be closed", PATIENCE, || {
         format!("{publisher:?}").contains("connected: false")
     });
@@ -500,7 +421,7 @@ fn permissions_are_mended_without_a_loss(rabbit: &Rabbit) {
         &["access to topic 'bad'", "topic permission"],
     );
     assert_eq!((&results[0], &results[2]), (&Ok(()), &Ok(())));
-    assert_eq!(consumer.ids("guarded"), [1, 2, 3, 4, 6]);
+    assert_eq!(ids(rabbit, "guarded"), [1, 2, 3, 4, 6]);
 }
 
 fn a_refused_login_kills_nothing(rabbit: &Rabbit) {
@@ -521,13 +442,12 @@ fn a_refused_login_kills_nothing(rabbit: &Rabbit) {
 
 /// The broker has a certificate for `localhost` alone, of an authority that the system does not know.
 fn tls_is_verified(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
-    consumer.route("secret");
-    let folder = Folder::new("tls");
-    let path = |name: &str| folder.0.join(name).display().to_string();
+    rabbit.route("secret");
+    let folder = rabbit.folder();
+    let path = |name: &str| folder.join(name).display().to_string();
     let openssl = |arguments: &str| {
         let mut command = Command::new("openssl");
-        command.args(arguments.split_whitespace()).current_dir(&folder.0);
+        command.args(arguments.split_whitespace()).current_dir(folder);
         let output = command.output().expect("openssl is installed");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     };
@@ -535,14 +455,13 @@ fn tls_is_verified(rabbit: &Rabbit) {
         "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -subj /CN=test-ca -days 2",
     );
     openssl("req -newkey rsa:2048 -nodes -keyout server.key -out server.csr -subj /CN=localhost");
-    fs::write(folder.0.join("extensions"), "subjectAltName=DNS:localhost").unwrap();
+    fs::write(folder.join("extensions"), "subjectAltName=DNS:localhost").unwrap();
     openssl(
         "x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile extensions -out server.pem",
     );
     openssl(
         "req -x509 -newkey rsa:2048 -nodes -keyout other.key -out other.pem -subj /CN=other-ca -days 2",
     );
-    folder.readable_by_all();
     let port = free_port();
     rabbit.ctl(&["eval", &format!(
         "rabbit_networking:start_ssl_listener({{\"127.0.0.1\", {port}}}, [{{certfile, \"{}\"}}, {{keyfile, \"{}\"}}], 1).",
@@ -554,7 +473,7 @@ fn tls_is_verified(rabbit: &Rabbit) {
     let mut trusted = publisher(builder("localhost").ca_file(path("ca.pem")));
     trusted.check(Instant::now() + PATIENCE).unwrap();
     assert_published(&publish(&mut trusted, &[sized(1, 300_000), event(2)]));
-    assert_eq!(consumer.ids("secret"), [1, 2]);
+    assert_eq!(ids(rabbit, "secret"), [1, 2]);
     for (builder, expected) in [
         (builder("127.0.0.1").ca_file(path("ca.pem")), "certificate"),
         (builder("localhost").ca_file(path("other.pem")), "certificate"),
@@ -571,7 +490,7 @@ fn tls_is_verified(rabbit: &Rabbit) {
             &["cannot connect to RabbitMQ", expected],
         );
     }
-    assert_eq!(consumer.ids("secret"), [0; 0]);
+    assert_eq!(ids(rabbit, "secret"), [0; 0]);
 }
 
 #[test]
@@ -588,8 +507,7 @@ fn a_broker_that_goes_away_loses_nothing() {
 
 /// The broker falls silent with events in flight.
 fn a_frozen_broker_is_cut_at_the_deadline(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
-    consumer.route("frozen");
+    rabbit.route("frozen");
     let proxy = Proxy::to(&rabbit.url());
     let mut publisher = publisher(RabbitMqConfig::builder(proxy.url.clone()).exchange("frozen"));
     assert_published(&publish(&mut publisher, &events([0])));
@@ -601,7 +519,7 @@ fn a_frozen_broker_is_cut_at_the_deadline(rabbit: &Rabbit) {
     }
     proxy.frozen.store(false, Ordering::SeqCst);
     assert_published(&publish(&mut publisher, &events(1..=9)));
-    let arrived = consumer.ids("frozen");
+    let arrived = ids(rabbit, "frozen");
     assert_eq!(
         arrived.iter().rev().take(9).rev().copied().collect::<Vec<_>>(),
         (1..=9).collect::<Vec<_>>()
@@ -613,9 +531,7 @@ fn a_frozen_broker_is_cut_at_the_deadline(rabbit: &Rabbit) {
 
 /// The broker itself fails with events in flight: it closes the connection with 541, which explains nothing.
 fn a_crash_of_the_channel_is_nobodys_fault(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
-    consumer.route("fault");
-    drop(consumer);
+    rabbit.route("fault");
     let mut publisher = publisher(RabbitMqConfig::builder(rabbit.url()).exchange("fault"));
     assert_published(&publish(&mut publisher, &events([0])));
     let kill = "[exit(Pid, kill) || Pid <- rabbit_channel:list()].";
@@ -633,7 +549,6 @@ fn a_crash_of_the_channel_is_nobodys_fault(rabbit: &Rabbit) {
             break;
         }
     }
-    println!("{} of a wave failed: {:?}", failed.len(), failed.first());
     assert!(!failed.is_empty(), "no channel was killed with events in flight");
     for error in &failed {
         assert_ne!(error.kind(), Permanent, "{error:?}");
@@ -648,8 +563,7 @@ fn a_crash_of_the_channel_is_nobodys_fault(rabbit: &Rabbit) {
 }
 
 fn a_block_pauses_and_ends_by_itself(rabbit: &Rabbit) {
-    let consumer = Consumer::connect(rabbit);
-    consumer.route("blocked");
+    rabbit.route("blocked");
     let mut publisher = publisher(RabbitMqConfig::builder(rabbit.url()).exchange("blocked"));
     assert_published(&publish(&mut publisher, &events([0])));
     rabbit.block();
@@ -690,7 +604,7 @@ fn a_block_pauses_and_ends_by_itself(rabbit: &Rabbit) {
     eventually("the publisher resumes by itself", PATIENCE, || {
         publish(&mut publisher, &events([2000]))[0].is_ok()
     });
-    let arrived = consumer.ids("blocked");
+    let arrived = ids(rabbit, "blocked");
     assert!(confirmed.iter().all(|id| arrived.contains(id)), "a confirmed event is missing");
     assert!(!arrived.contains(&1000), "an event went out that was said not to be sent");
     // A publisher that is dropped while it is blocked leaves neither its thread nor its socket behind.
@@ -712,7 +626,7 @@ fn publisher_of_blocked(rabbit: &Rabbit) -> Option<RabbitMqPublisher> {
 }
 
 fn fifty_closed_connections_leave_nothing_behind(rabbit: &Rabbit) {
-    Consumer::connect(rabbit).route("closed");
+    rabbit.route("closed");
     let mut publisher = publisher(RabbitMqConfig::builder(rabbit.url()).exchange("closed"));
     let start = Instant::now();
     while publish(&mut publisher, &events([0]))[0].is_err() {
@@ -727,19 +641,16 @@ fn fifty_closed_connections_leave_nothing_behind(rabbit: &Rabbit) {
                         All -> rabbit_networking:close_connections(All, "maintenance"), timer:sleep(20), Close(N - 1)
                     end end,
         Close(50)."#;
-    let mut closed = 0;
     thread::scope(|scope| {
         let closing = scope.spawn(|| rabbit.ctl(&["eval", close]));
         while !closing.is_finished() {
             if let Err(error) = &publish(&mut publisher, &events([1]))[0] {
-                closed += 1;
                 assert_eq!((error.kind(), error.scope()), (Transient, Broker), "{error:?}");
             }
             thread::sleep(Duration::from_millis(1));
         }
         assert!(closing.join().unwrap().contains("done"));
     });
-    println!("{closed} of 50 closes met an event in flight");
     eventually("it publishes again", PATIENCE, || publish(&mut publisher, &events([2]))[0].is_ok());
     eventually("threads and descriptors are flat", PATIENCE, || {
         threads() <= before.0 && descriptors() <= before.1
@@ -747,7 +658,7 @@ fn fifty_closed_connections_leave_nothing_behind(rabbit: &Rabbit) {
 }
 
 fn a_restart_in_the_middle_of_a_wave(rabbit: &mut Rabbit, end: impl FnOnce(&mut Rabbit)) {
-    Consumer::connect(rabbit).route("crash");
+    rabbit.route("crash");
     let url = rabbit.url();
     let (report, reports) = mpsc::channel();
     let (stop, stopped) = mpsc::channel::<()>();
@@ -788,10 +699,9 @@ fn a_restart_in_the_middle_of_a_wave(rabbit: &mut Rabbit, end: impl FnOnce(&mut 
     rabbit.start_again();
     let known = reports.try_iter().last().map_or(0, |(confirmed, _)| confirmed);
     wait("events go out again", &|(confirmed, _)| confirmed > known + 200);
-    let consumer = Consumer::connect(rabbit);
     stop.send(()).unwrap();
     let confirmed = sender.join().unwrap();
-    let arrived: HashSet<_> = consumer.ids("crash").into_iter().collect();
+    let arrived: HashSet<_> = ids(rabbit, "crash").into_iter().collect();
     let missing: Vec<_> = confirmed.iter().filter(|id| !arrived.contains(id)).collect();
     assert!(missing.is_empty(), "confirmed, but lost by a crash: {missing:?}");
 }
@@ -886,35 +796,4 @@ fn threads() -> usize {
 
 fn descriptors() -> usize {
     fs::read_dir("/proc/self/fd").unwrap().count()
-}
-
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}
-
-/// A temporary folder that is removed in the end.
-struct Folder(std::path::PathBuf);
-
-impl Folder {
-    fn new(what: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("pg-outbox-{what}-{}", std::process::id()));
-        fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    /// The broker may run as another user.
-    fn readable_by_all(&self) {
-        use std::os::unix::fs::PermissionsExt;
-        let allow = |path: &std::path::Path, mode| {
-            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap()
-        };
-        allow(&self.0, 0o755);
-        fs::read_dir(&self.0).unwrap().for_each(|entry| allow(&entry.unwrap().path(), 0o644));
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
 }
