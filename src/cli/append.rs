@@ -25,11 +25,16 @@ pub(crate) fn append(target: &Target, args: &AppendArgs) -> Result<Code, Failure
     let mut transaction = client.transaction().map_err(lost)?;
     let mut ids = Vec::new();
     match single {
-        Some(event) => ids.push(outbox.append(&mut transaction, &event).map_err(|error| missing(target, error))?),
+        Some(event) => ids
+            .push(outbox.append(&mut transaction, &event).map_err(|error| missing(target, error))?),
         None => {
             let mut lines = Lines::new(std::io::stdin().lock());
             while let Some(events) = lines.next_chunk()? {
-                ids.extend(outbox.append_all(&mut transaction, &events).map_err(|error| missing(target, error))?);
+                ids.extend(
+                    outbox
+                        .append_all(&mut transaction, &events)
+                        .map_err(|error| missing(target, error))?,
+                );
             }
         }
     }
@@ -53,7 +58,9 @@ fn event(args: &AppendArgs) -> Result<NewEvent, Failure> {
     let (Some(aggregate_type), Some(aggregate_id), Some(event_type)) =
         (&args.aggregate_type, &args.aggregate_id, &args.event_type)
     else {
-        return Err(Failure::usage("an event has an aggregate type, an aggregate id and an event type"));
+        return Err(Failure::usage(
+            "an event has an aggregate type, an aggregate id and an event type",
+        ));
     };
     let mut event = NewEvent::new(aggregate_type, aggregate_id, event_type, payload(args)?)
         .content_type(&args.content_type);
@@ -85,7 +92,9 @@ fn payload(args: &AppendArgs) -> Result<Vec<u8>, Failure> {
     } else {
         std::fs::File::open(file).and_then(|file| file.take(most).read_to_end(&mut bytes))
     };
-    read.map_err(|error| Failure::usage(format!("the payload in {} cannot be read: {error}", file.display())))?;
+    read.map_err(|error| {
+        Failure::usage(format!("the payload in {} cannot be read: {error}", file.display()))
+    })?;
     Ok(bytes)
 }
 
@@ -115,21 +124,25 @@ impl<R: BufRead> Lines<R> {
                 continue;
             }
             let event = from_json(&line);
-            events.push(event.map_err(|why| Failure::usage(format!("line {}: {why}; nothing was appended", self.number)))?);
+            events.push(event.map_err(|why| {
+                Failure::usage(format!("line {}: {why}; nothing was appended", self.number))
+            })?);
         }
         Ok((!events.is_empty()).then_some(events))
     }
 }
 
 fn from_json(line: &[u8]) -> Result<NewEvent, String> {
-    let value: Value = serde_json::from_slice(line).map_err(|error| format!("this is no JSON: {error}"))?;
+    let value: Value =
+        serde_json::from_slice(line).map_err(|error| format!("this is no JSON: {error}"))?;
     let Value::Object(mut fields) = value else { return Err("this is no JSON object".into()) };
     let mut required = |name: &str| text(&mut fields, name)?.ok_or(format!("{name} is missing"));
     let (aggregate_type, aggregate_id, event_type) =
         (required("aggregate_type")?, required("aggregate_id")?, required("event_type")?);
     let payload = match (text(&mut fields, "payload")?, text(&mut fields, "payload_hex")?) {
         (Some(text), None) => text.into_bytes(),
-        (None, Some(hex)) => output::unhex(&hex).ok_or("payload_hex has something else than pairs of hexadecimal digits")?,
+        (None, Some(hex)) => output::unhex(&hex)
+            .ok_or("payload_hex has something else than pairs of hexadecimal digits")?,
         (Some(_), Some(_)) => return Err("payload and payload_hex exclude each other".into()),
         (None, None) => return Err("payload is missing".into()),
     };
@@ -141,11 +154,13 @@ fn from_json(line: &[u8]) -> Result<NewEvent, String> {
         event = event.event_id(id.parse().map_err(|_| "event_id is no UUID")?);
     }
     if let Some(time) = text(&mut fields, "not_before")? {
-        event = event.not_before(values::time(&time).map_err(|form| format!("not_before: {form}"))?);
+        event =
+            event.not_before(values::time(&time).map_err(|form| format!("not_before: {form}"))?);
     }
     if let Some(headers) = fields.remove("headers") {
         for (name, value) in headers.as_object().ok_or("headers is no object")? {
-            let value = value.as_str().ok_or_else(|| format!("the value of header {name:?} is no text"))?;
+            let value =
+                value.as_str().ok_or_else(|| format!("the value of header {name:?} is no text"))?;
             event = event.header(name, value);
         }
     }
@@ -161,7 +176,9 @@ fn text(fields: &mut Map<String, Value>, name: &str) -> Result<Option<String>, S
     match fields.remove(name) {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) => Ok(Some(text)),
-        Some(_) => Err(format!("{name} is no text; JSON goes into a string, so that its bytes are kept")),
+        Some(_) => {
+            Err(format!("{name} is no text; JSON goes into a string, so that its bytes are kept"))
+        }
     }
 }
 
@@ -187,10 +204,22 @@ mod tests {
             ("[]", "no JSON object"),
             ("{}", "aggregate_type is missing"),
             (r#"{"aggregate_type":"a","aggregate_id":"b","event_type":"c"}"#, "payload is missing"),
-            (r#"{"aggregate_type":"a","aggregate_id":"b","event_type":"c","payload":{}}"#, "payload is no text"),
-            (r#"{"aggregate_type":"a","aggregate_id":"b","event_type":"c","payload_hex":"f"}"#, "payload_hex has"),
-            (r#"{"aggregate_type":"a","aggregate_id":"b","event_type":"c","payload":"","x":1}"#, "field \"x\" is not known"),
-            (r#"{"aggregate_type":"a","aggregate_id":"","event_type":"c","payload":""}"#, "aggregate id is empty"),
+            (
+                r#"{"aggregate_type":"a","aggregate_id":"b","event_type":"c","payload":{}}"#,
+                "payload is no text",
+            ),
+            (
+                r#"{"aggregate_type":"a","aggregate_id":"b","event_type":"c","payload_hex":"f"}"#,
+                "payload_hex has",
+            ),
+            (
+                r#"{"aggregate_type":"a","aggregate_id":"b","event_type":"c","payload":"","x":1}"#,
+                "field \"x\" is not known",
+            ),
+            (
+                r#"{"aggregate_type":"a","aggregate_id":"","event_type":"c","payload":""}"#,
+                "aggregate id is empty",
+            ),
         ] {
             let text = from_json(line.as_bytes()).expect_err(line);
             assert!(text.contains(expected), "{line}: {text}");

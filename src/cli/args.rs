@@ -20,10 +20,12 @@ Exit codes:
   130  run was interrupted a second time and left at once
 
 Database:
-  Name it in DATABASE_URL (postgres://user:password@host:5432/database, or host=... user=...), or by PGHOST, PGPORT,
-  PGUSER, PGPASSWORD, PGDATABASE, PGAPPNAME, PGCONNECT_TIMEOUT, PGOPTIONS, PGHOSTADDR, PGTARGETSESSIONATTRS and
-  PGSSLMODE, which also fill in what the URL leaves out.
-  A password on the command line can be read by every user of the machine: put it into the environment or a file.
+  Name it in DATABASE_URL (postgres://user:password@host:5432/database, or
+  host=... user=...). PGHOST, PGPORT, PGUSER, PGPASSWORD, PGDATABASE, PGAPPNAME,
+  PGCONNECT_TIMEOUT, PGOPTIONS, PGHOSTADDR, PGTARGETSESSIONATTRS and PGSSLMODE
+  fill in what the URL leaves out.
+  A password on the command line can be read by every user of the machine: put
+  it into the environment or a file.
 
 Start here:
   export DATABASE_URL=postgres://me@localhost/shop
@@ -51,7 +53,13 @@ pub(crate) struct Connection {
     #[arg(long, global = true, value_name = "FILE", env = "PG_OUTBOX_DATABASE_URL_FILE")]
     pub(crate) database_url_file: Option<PathBuf>,
     /// The schema of the outbox
-    #[arg(long, global = true, value_name = "NAME", default_value = "outbox", env = "PG_OUTBOX_SCHEMA")]
+    #[arg(
+        long,
+        global = true,
+        value_name = "NAME",
+        default_value = "outbox",
+        env = "PG_OUTBOX_SCHEMA"
+    )]
     pub(crate) schema: String,
 }
 
@@ -152,7 +160,9 @@ fn listen(text: &str) -> Result<Listen, String> {
     if text.eq_ignore_ascii_case("off") {
         return Ok(Listen(None));
     }
-    let addr = text.parse().map_err(|_| "an address is written as 127.0.0.1:9718 or [::1]:9718; or off")?;
+    let addr = text
+        .parse()
+        .map_err(|_| "an address is written as 127.0.0.1:9718 or [::1]:9718; or off")?;
     Ok(Listen(Some(addr)))
 }
 
@@ -164,7 +174,12 @@ pub(crate) struct RabbitMqArgs {
     #[arg(long, value_name = "NAME", default_value = "outbox", env = "PG_OUTBOX_EXCHANGE")]
     pub(crate) exchange: String,
     /// The routing key, with {aggregate_type}, {aggregate_id} and {event_type} filled in
-    #[arg(long, value_name = "TEMPLATE", default_value = "{event_type}", env = "PG_OUTBOX_ROUTING_KEY")]
+    #[arg(
+        long,
+        value_name = "TEMPLATE",
+        default_value = "{event_type}",
+        env = "PG_OUTBOX_ROUTING_KEY"
+    )]
     pub(crate) routing_key: String,
     /// Fail an event that reaches no queue; false lets RabbitMQ drop it
     #[arg(long, value_name = "BOOL", default_value = "true", env = "PG_OUTBOX_MANDATORY", value_parser = values::switch,

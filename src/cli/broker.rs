@@ -19,7 +19,9 @@ impl Broker {
     pub(crate) fn from_args(args: &RelayArgs) -> Result<Self, Failure> {
         let (name, url) = match (&args.broker, &args.broker_file) {
             (Some(_), Some(_)) => {
-                return Err(Failure::usage("both --broker and --broker-file are set (or their variables); set one of them"));
+                return Err(Failure::usage(
+                    "both --broker and --broker-file are set (or their variables); set one of them",
+                ));
             }
             (Some(url), None) => ("--broker (PG_OUTBOX_BROKER)", url.clone()),
             (None, Some(file)) => ("the URL in --broker-file", first_line(file)?),
@@ -65,7 +67,9 @@ impl Broker {
 
     #[cfg(not(feature = "rabbitmq"))]
     fn rabbitmq(_: &RelayArgs, _: &str) -> Result<Self, Failure> {
-        Err(Failure::usage("this build has no RabbitMQ publisher; build it with the feature rabbitmq"))
+        Err(Failure::usage(
+            "this build has no RabbitMQ publisher; build it with the feature rabbitmq",
+        ))
     }
 
     /// A publisher of its own for each thread. Does no I/O.
@@ -91,8 +95,12 @@ impl Broker {
 
 /// Warns where the URL with its password stands on the command line, which every user can read.
 fn warn_of_password(args: &RelayArgs, url: &str) {
-    let has_password = url.split_once("://").and_then(|(_, rest)| rest.rsplit_once('@')).is_some_and(|(user, _)| user.contains(':'));
-    let on_command_line = args.broker.is_some() && std::env::args().any(|argument| argument.ends_with(url));
+    let has_password = url
+        .split_once("://")
+        .and_then(|(_, rest)| rest.rsplit_once('@'))
+        .is_some_and(|(user, _)| user.contains(':'));
+    let on_command_line =
+        args.broker.is_some() && std::env::args().any(|argument| argument.ends_with(url));
     if has_password && on_command_line {
         eprintln!(
             "pg-outbox: warning: --broker has a password, which every user of this machine can read in the list of \

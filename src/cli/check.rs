@@ -28,10 +28,18 @@ enum Finding {
 pub(crate) fn check(target: &Target, args: &RelayArgs) -> Result<Code, Failure> {
     let mut report = Report { failed: false };
     let config = settings::relay_config(&target.connection.schema, &args.settings);
-    report.line("settings", &match &config {
-        Ok(config) => Finding::Ok(format!("relay {:?}, {} publishers, schema {:?}", config.relay_id(), config.workers(), config.schema())),
-        Err(failure) => Finding::Failed(failure.message.clone()),
-    })?;
+    report.line(
+        "settings",
+        &match &config {
+            Ok(config) => Finding::Ok(format!(
+                "relay {:?}, {} publishers, schema {:?}",
+                config.relay_id(),
+                config.workers(),
+                config.schema()
+            )),
+            Err(failure) => Finding::Failed(failure.message.clone()),
+        },
+    )?;
     check_database(target, config.as_ref().ok(), &mut report)?;
     report.line("broker", &check_broker(args))?;
     Ok(if report.failed { Code::Unhealthy } else { Code::Ok })
@@ -54,9 +62,14 @@ impl Report {
     }
 }
 
-fn check_database(target: &Target, config: Option<&RelayConfig>, report: &mut Report) -> Result<(), Failure> {
+fn check_database(
+    target: &Target,
+    config: Option<&RelayConfig>,
+    report: &mut Report,
+) -> Result<(), Failure> {
     let schema = target.schema()?;
-    let connected = target.config().and_then(|to| Ok((database::connect(&to)?, database::connect(&to)?, to)));
+    let connected =
+        target.config().and_then(|to| Ok((database::connect(&to)?, database::connect(&to)?, to)));
     let (mut client, mut second, to) = match connected {
         Ok(connected) => connected,
         Err(failure) => {
@@ -68,16 +81,28 @@ fn check_database(target: &Target, config: Option<&RelayConfig>, report: &mut Re
         }
     };
     let version = client.query_typed("SELECT current_setting('server_version')", &[]);
-    report.line("database", &match version.as_deref() {
-        Ok([row, ..]) => Finding::Ok(format!("PostgreSQL {} at {}", row.get::<_, &str>(0), database::address(&to))),
-        Ok([]) => Finding::Failed("the server does not say its version".into()),
-        Err(error) => Finding::Failed(describe(error)),
-    })?;
+    report.line(
+        "database",
+        &match version.as_deref() {
+            Ok([row, ..]) => Finding::Ok(format!(
+                "PostgreSQL {} at {}",
+                row.get::<_, &str>(0),
+                database::address(&to)
+            )),
+            Ok([]) => Finding::Failed("the server does not say its version".into()),
+            Err(error) => Finding::Failed(describe(error)),
+        },
+    )?;
     let found = store::check_schema(&mut client, &schema);
-    report.line("schema", &match &found {
-        Ok(()) => Finding::Ok(format!("{:?} has version {}", schema.name(), store::SCHEMA_VERSION)),
-        Err(error) => Finding::Failed(error.to_string()),
-    })?;
+    report.line(
+        "schema",
+        &match &found {
+            Ok(()) => {
+                Finding::Ok(format!("{:?} has version {}", schema.name(), store::SCHEMA_VERSION))
+            }
+            Err(error) => Finding::Failed(error.to_string()),
+        },
+    )?;
     report.line("writable", &check_writable(&mut client, found.is_ok().then_some(&schema)))?;
     let pooled = store::is_pooled(&mut client, &mut second);
     report.line("pooler", &match &pooled {
@@ -85,11 +110,18 @@ fn check_database(target: &Target, config: Option<&RelayConfig>, report: &mut Re
         Ok(true) => Finding::Warning("a transaction pooler: works, at the cost of some speed; connect directly where you can".into()),
         Err(error) => Finding::Failed(error.to_string()),
     })?;
-    let polling = config.map_or(String::new(), |config| format!("; see --poll-interval of relay {:?}", config.relay_id()));
-    report.line("wake-ups", &match pooled {
-        Ok(true) => Finding::Warning(format!("LISTEN cannot work behind a transaction pooler: the relay polls{polling}")),
-        _ => check_wake_ups(&mut client, &mut second),
-    })
+    let polling = config.map_or(String::new(), |config| {
+        format!("; see --poll-interval of relay {:?}", config.relay_id())
+    });
+    report.line(
+        "wake-ups",
+        &match pooled {
+            Ok(true) => Finding::Warning(format!(
+                "LISTEN cannot work behind a transaction pooler: the relay polls{polling}"
+            )),
+            _ => check_wake_ups(&mut client, &mut second),
+        },
+    )
 }
 
 /// Writes a row, as the relay will, and takes it back.
@@ -102,7 +134,9 @@ fn check_writable(client: &mut Client, schema: Option<&Schema>) -> Finding {
         Err(error) => return Finding::Failed(describe(error)),
         Ok(_) => {}
     }
-    let Some(schema) = schema else { return Finding::Unknown("there is no outbox to write to".into()) };
+    let Some(schema) = schema else {
+        return Finding::Unknown("there is no outbox to write to".into());
+    };
     let name = schema.name().replace('"', "\"\"");
     let mut write = || -> Result<(), postgres::Error> {
         let mut transaction = client.transaction()?;
@@ -114,7 +148,10 @@ fn check_writable(client: &mut Client, schema: Option<&Schema>) -> Finding {
     };
     match write() {
         Ok(()) => Finding::Ok("a row was written and taken back".into()),
-        Err(error) => Finding::Failed(format!("{}; grant it with `pg-outbox migrate --grant-relay ROLE`", describe(&error))),
+        Err(error) => Finding::Failed(format!(
+            "{}; grant it with `pg-outbox migrate --grant-relay ROLE`",
+            describe(&error)
+        )),
     }
 }
 

@@ -18,7 +18,14 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const TCP_USER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Variables of libpq that would change where or how to connect, and are not supported.
 const UNSUPPORTED: [&str; 9] = [
-    "PGSERVICE", "PGSERVICEFILE", "PGPASSFILE", "PGSSLCERT", "PGSSLKEY", "PGSSLROOTCERT", "PGSSLCRL", "PGREQUIREPEER",
+    "PGSERVICE",
+    "PGSERVICEFILE",
+    "PGPASSFILE",
+    "PGSSLCERT",
+    "PGSSLKEY",
+    "PGSSLROOTCERT",
+    "PGSSLCRL",
+    "PGREQUIREPEER",
     "PGGSSENCMODE",
 ];
 
@@ -60,7 +67,10 @@ impl Target {
     }
 
     /// The URL and where it comes from: the command line, a file, the environment.
-    fn url(&self, variable: &impl Fn(&str) -> Option<String>) -> Result<Option<(String, String)>, Failure> {
+    fn url(
+        &self,
+        variable: &impl Fn(&str) -> Option<String>,
+    ) -> Result<Option<(String, String)>, Failure> {
         match (&self.connection.database_url, &self.connection.database_url_file) {
             (Some(url), _) => {
                 if parse("--database-url", url)?.get_password().is_some() {
@@ -71,7 +81,9 @@ impl Target {
                 }
                 Ok(Some(("--database-url".into(), url.clone())))
             }
-            (None, Some(file)) => Ok(Some((format!("the URL in {}", file.display()), first_line(file)?))),
+            (None, Some(file)) => {
+                Ok(Some((format!("the URL in {}", file.display()), first_line(file)?)))
+            }
             (None, None) => Ok(variable("DATABASE_URL").map(|url| ("DATABASE_URL".into(), url))),
         }
     }
@@ -79,11 +91,15 @@ impl Target {
 
 /// The first line of a file that holds a secret.
 pub(crate) fn first_line(file: &Path) -> Result<String, Failure> {
-    let text = std::fs::read_to_string(file)
-        .map_err(|error| Failure::usage(format!("the file {} cannot be read: {error}", file.display())))?;
+    let text = std::fs::read_to_string(file).map_err(|error| {
+        Failure::usage(format!("the file {} cannot be read: {error}", file.display()))
+    })?;
     let line = text.lines().next().unwrap_or_default().trim();
     if line.is_empty() {
-        return Err(Failure::usage(format!("the first line of the file {} is empty", file.display())));
+        return Err(Failure::usage(format!(
+            "the first line of the file {} is empty",
+            file.display()
+        )));
     }
     Ok(line.to_owned())
 }
@@ -134,8 +150,10 @@ fn parse(name: &str, url: &str) -> Result<Config, Failure> {
         return refuse("cannot be read");
     };
     // A raw `@` or `/` in a password moves the rest of it into the host, which errors do name.
-    let odd = |text: &str| text.contains(|c: char| !(c.is_ascii_alphanumeric() || "-_.:%".contains(c)));
-    let odd_host = config.get_hosts().iter().any(|host| matches!(host, Host::Tcp(host) if odd(host)));
+    let odd =
+        |text: &str| text.contains(|c: char| !(c.is_ascii_alphanumeric() || "-_.:%".contains(c)));
+    let odd_host =
+        config.get_hosts().iter().any(|host| matches!(host, Host::Tcp(host) if odd(host)));
     if odd_host || config.get_dbname().is_some_and(|name| name.contains(['@', ':', '/'])) {
         return refuse("names a host or database with characters that none has");
     }
@@ -164,12 +182,17 @@ fn refuse_tls(what: &str, mode: &str) -> Result<(), Failure> {
             "{what} {mode}, but this build has no TLS to PostgreSQL; connect over a private network, a tunnel or a local \
              proxy, with sslmode=disable"
         ))),
-        _ => Err(Failure::usage(format!("{what} with a value that is not known; use disable or prefer"))),
+        _ => Err(Failure::usage(format!(
+            "{what} with a value that is not known; use disable or prefer"
+        ))),
     }
 }
 
 /// Fills in what the URL leaves out: the variables of libpq, then timeouts.
-fn complete(config: &mut Config, variable: &impl Fn(&str) -> Option<String>) -> Result<(), Failure> {
+fn complete(
+    config: &mut Config,
+    variable: &impl Fn(&str) -> Option<String>,
+) -> Result<(), Failure> {
     let malformed = |name: &str, form: &str| Failure::usage(format!("{name} must be {form}"));
     for name in UNSUPPORTED.iter().filter(|name| variable(name).is_some()) {
         eprintln!("pg-outbox: warning: {name} is set, but not supported here, and ignored");
@@ -217,7 +240,8 @@ fn complete(config: &mut Config, variable: &impl Fn(&str) -> Option<String>) -> 
         });
     }
     if config.get_connect_timeout().is_none() {
-        let seconds = variable("PGCONNECT_TIMEOUT").map(|seconds| seconds.parse::<u64>()).transpose();
+        let seconds =
+            variable("PGCONNECT_TIMEOUT").map(|seconds| seconds.parse::<u64>()).transpose();
         let seconds = seconds.map_err(|_| malformed("PGCONNECT_TIMEOUT", "a number of seconds"))?;
         let timeout = seconds.filter(|seconds| *seconds > 0).map(Duration::from_secs);
         config.connect_timeout(timeout.unwrap_or(CONNECT_TIMEOUT));
@@ -226,7 +250,11 @@ fn complete(config: &mut Config, variable: &impl Fn(&str) -> Option<String>) -> 
         config.tcp_user_timeout(TCP_USER_TIMEOUT);
     }
     let (idle, interval) = (Duration::from_secs(15), Duration::from_secs(5));
-    config.keepalives(true).keepalives_idle(idle).keepalives_interval(interval).keepalives_retries(3);
+    config
+        .keepalives(true)
+        .keepalives_idle(idle)
+        .keepalives_interval(interval)
+        .keepalives_retries(3);
     Ok(())
 }
 
@@ -261,7 +289,8 @@ mod tests {
 
     #[test]
     fn urls_are_read() {
-        let config = parse("DATABASE_URL", "postgres://u:q^G$F%25JB@h:99/db?sslmode=prefer").expect("a URL");
+        let config =
+            parse("DATABASE_URL", "postgres://u:q^G$F%25JB@h:99/db?sslmode=prefer").expect("a URL");
         assert_eq!(config.get_password(), Some(b"q^G$F%JB".as_slice()));
         assert_eq!(address(&config), "h:99/db");
         assert!(parse("DATABASE_URL", "host=/run/postgresql user=u").is_ok());
@@ -271,7 +300,10 @@ mod tests {
     #[test]
     fn tls_is_refused_in_words() {
         for mode in ["require", "verify-ca", "verify-full"] {
-            for url in [format!("postgres://u@h/db?x=1&sslmode={mode}"), format!("host=h sslmode = '{mode}'")] {
+            for url in [
+                format!("postgres://u@h/db?x=1&sslmode={mode}"),
+                format!("host=h sslmode = '{mode}'"),
+            ] {
                 assert!(refused(&url).contains("this build has no TLS to PostgreSQL"), "{url}");
             }
         }

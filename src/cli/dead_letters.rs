@@ -222,7 +222,7 @@ fn report(ids: &[Uuid], done: &str) -> Result<Code, Failure> {
         return Err(Failure::not_found(format!("no dead letter matched; nothing was {done}")));
     }
     let list: String = ids.iter().map(|id| format!("{id}\n")).collect();
-    print(&format!("{list}{done} {}\n", count(ids.len() as u64)))?;
+    print(&format!("{list}{done} {}\n", output::count(ids.len() as u64)))?;
     Ok(Code::Ok)
 }
 
@@ -236,10 +236,6 @@ fn dry_run(client: &mut Client, target: &Target, filter: &Filter, limit: Option<
     let all: u64 = dead_letters::groups(client, &schema, filter)?.iter().map(|group| group.count).sum();
     let would = all.min(limit.map_or(u64::MAX, u64::from));
     let more = if would > letters.len() as u64 { "...\n" } else { "" };
-    print(&format!("{}{more}would have {done} {}; nothing was changed\n", letter_table(&letters), count(would)))?;
+    print(&format!("{}{more}would have {done} {}; nothing was changed\n", letter_table(&letters), output::count(would)))?;
     Ok(Code::Ok)
-}
-
-fn count(events: u64) -> String {
-    if events == 1 { "1 event".into() } else { format!("{events} events") }
 }

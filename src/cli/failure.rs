@@ -48,7 +48,11 @@ impl Failure {
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        let code = if error.is_invalid_config() || error.is_invalid_event() { Code::Usage } else { Code::Failed };
+        let code = if error.is_invalid_config() || error.is_invalid_event() {
+            Code::Usage
+        } else {
+            Code::Failed
+        };
         Self { code, message: error.to_string() }
     }
 }

@@ -18,8 +18,13 @@ pub(crate) fn migrate(target: &Target, args: &MigrateArgs) -> Result<Code, Failu
     let name = schema.name();
     print(&match migrated.from {
         None => format!("created the outbox in schema {name:?}, version {}\n", migrated.to),
-        Some(from) if from == migrated.to => format!("the outbox in schema {name:?} is up to date, version {from}\n"),
-        Some(from) => format!("upgraded the outbox in schema {name:?} from version {from} to {}\n", migrated.to),
+        Some(from) if from == migrated.to => {
+            format!("the outbox in schema {name:?} is up to date, version {from}\n")
+        }
+        Some(from) => format!(
+            "upgraded the outbox in schema {name:?} from version {from} to {}\n",
+            migrated.to
+        ),
     })?;
     Ok(Code::Ok)
 }

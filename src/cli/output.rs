@@ -53,7 +53,11 @@ pub(crate) fn short(text: &str, width: usize) -> String {
 }
 
 /// A table with a heading, columns aligned by spaces. Cells are made safe and cut at `width` characters.
-pub(crate) fn table<const N: usize>(heading: [&str; N], rows: &[[String; N]], width: usize) -> String {
+pub(crate) fn table<const N: usize>(
+    heading: [&str; N],
+    rows: &[[String; N]],
+    width: usize,
+) -> String {
     let rows: Vec<[String; N]> =
         rows.iter().map(|row| row.each_ref().map(|cell| short(cell, width))).collect();
     let mut widths = heading.map(|cell| cell.chars().count());
@@ -74,6 +78,11 @@ pub(crate) fn table<const N: usize>(heading: [&str; N], rows: &[[String; N]], wi
         text.push('\n');
     }
     text
+}
+
+/// How many events, in words.
+pub(crate) fn count(events: u64) -> String {
+    if events == 1 { "1 event".into() } else { format!("{events} events") }
 }
 
 /// The payload for machines: as text where it is text, otherwise in hexadecimal.
@@ -102,7 +111,10 @@ mod tests {
 
     #[test]
     fn nothing_reaches_the_terminal_that_it_would_obey() {
-        assert_eq!(line("a\x1b[31m\r\nb\u{202e}\u{9b}é💥"), "a\\u{1b}[31m\\r\\nb\\u{202e}\\u{9b}é💥");
+        assert_eq!(
+            line("a\x1b[31m\r\nb\u{202e}\u{9b}é💥"),
+            "a\\u{1b}[31m\\r\\nb\\u{202e}\\u{9b}é💥"
+        );
         assert_eq!(lines("a\nb\x07"), "a\nb\\u{7}");
         assert_eq!(short("abcdef", 4), "abc…");
     }

@@ -41,7 +41,12 @@ pub(crate) fn run(target: &Target, args: &RunArgs) -> Result<Code, Failure> {
     Ok(Code::Ok)
 }
 
-fn serve(target: &Target, listen: Listen, mut database: Config, health: Health) -> Result<Option<HttpServer>, Failure> {
+fn serve(
+    target: &Target,
+    listen: Listen,
+    mut database: Config,
+    health: Health,
+) -> Result<Option<HttpServer>, Failure> {
     let Some(addr) = listen.0 else { return Ok(None) };
     if !addr.ip().is_loopback() {
         log::warn!("the endpoint on {addr} can be read by everybody who reaches that address");
@@ -61,21 +66,26 @@ fn stop_on_signals(stop: StopHandle, shutdown_timeout: Duration) -> Result<(), F
     let signals = AtomicUsize::new(0);
     let handler = move || {
         if signals.fetch_add(1, Ordering::SeqCst) > 0 {
-            log::warn!("interrupted again: leaving at once; what was in flight comes back when its lease lapses");
+            log::warn!(
+                "interrupted again: leaving at once; what was in flight comes back when its lease lapses"
+            );
             process::exit(INTERRUPTED);
         }
         log::info!("stopping; a second signal leaves at once");
         stop.stop();
         watch(shutdown_timeout);
     };
-    ctrlc::set_handler(handler).map_err(|error| Failure::failed(format!("waiting for signals: {error}")))
+    ctrlc::set_handler(handler)
+        .map_err(|error| Failure::failed(format!("waiting for signals: {error}")))
 }
 
 /// Ends the process when the relay has not, for whatever reason, a while after it should have.
 fn watch(shutdown_timeout: Duration) {
     thread::spawn(move || {
         thread::sleep(shutdown_timeout + GRACE);
-        log::error!("the relay has not stopped within {shutdown_timeout:?}; leaving, and what was in flight comes back");
+        log::error!(
+            "the relay has not stopped within {shutdown_timeout:?}; leaving, and what was in flight comes back"
+        );
         process::exit(Code::Failed as i32);
     });
 }

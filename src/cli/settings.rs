@@ -41,10 +41,16 @@ fn command() -> Command {
 /// Prints clap's error with the variable that a bad value came from, and without any argument that may hold a password.
 fn report(command: &Command, error: &clap::Error, arguments: &[OsString]) -> ExitCode {
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
-        return if output::print(&error.render().to_string()).is_ok() { Code::Ok } else { Code::Failed }.into();
+        return if output::print(&error.render().to_string()).is_ok() {
+            Code::Ok
+        } else {
+            Code::Failed
+        }
+        .into();
     }
     let mut text = error.render().to_string();
-    for secret in arguments.iter().skip(1).flat_map(|argument| secrets(&argument.to_string_lossy())) {
+    for secret in arguments.iter().skip(1).flat_map(|argument| secrets(&argument.to_string_lossy()))
+    {
         text = text.replace(&secret, "[hidden]");
     }
     eprint!("{}", output::lines(&text));
@@ -60,12 +66,18 @@ fn secrets(argument: &str) -> Vec<String> {
         return Vec::new();
     }
     let value = argument.split_once('=').map(|(_, value)| value.to_owned());
-    [Some(argument.to_owned()), value].into_iter().flatten().filter(|text| !text.is_empty()).collect()
+    [Some(argument.to_owned()), value]
+        .into_iter()
+        .flatten()
+        .filter(|text| !text.is_empty())
+        .collect()
 }
 
 /// The variable behind an invalid value, where the command line does not have the option.
 fn variable_of(command: &Command, error: &clap::Error, arguments: &[OsString]) -> Option<String> {
-    let Some(ContextValue::String(invalid)) = error.get(ContextKind::InvalidArg) else { return None };
+    let Some(ContextValue::String(invalid)) = error.get(ContextKind::InvalidArg) else {
+        return None;
+    };
     let invalid = invalid.split_whitespace().next()?.split(['=', '[']).next()?;
     let long = invalid.strip_prefix("--")?;
     let is_given = |argument: &OsString| {
@@ -123,7 +135,9 @@ fn distance(a: &str, b: &str) -> usize {
 /// The relay's settings, with every relation between them checked.
 pub(crate) fn relay_config(schema: &str, args: &SettingsArgs) -> Result<RelayConfig, Failure> {
     let relay_id = args.relay_id.clone().or_else(host_name).ok_or_else(|| {
-        Failure::usage("this host has no name to call the relay by; set --relay-id or PG_OUTBOX_RELAY_ID")
+        Failure::usage(
+            "this host has no name to call the relay by; set --relay-id or PG_OUTBOX_RELAY_ID",
+        )
     })?;
     let policy = Policy {
         transient_window: args.transient_window,
@@ -197,11 +211,13 @@ mod tests {
 
     #[test]
     fn misspelt_variables_are_named_with_the_nearest() {
-        let refused = |name: &str| {
-            refuse_unknown(&command(), &[name.to_owned()]).expect_err(name).message
-        };
+        let refused =
+            |name: &str| refuse_unknown(&command(), &[name.to_owned()]).expect_err(name).message;
         let text = refused("PG_OUTBOX_LEESE");
-        assert!(text.contains("PG_OUTBOX_LEESE is not") && text.contains("known is PG_OUTBOX_LEASE"), "{text}");
+        assert!(
+            text.contains("PG_OUTBOX_LEESE is not") && text.contains("known is PG_OUTBOX_LEASE"),
+            "{text}"
+        );
         assert!(refused("PG_OUTBOX_BATCHSIZE").contains("known is PG_OUTBOX_BATCH_SIZE"));
         assert!(refused("pg_outbox_lease").contains("known is PG_OUTBOX_LEASE"));
         assert!(refuse_unknown(&command(), &["PG_OUTBOX_LEASE".into(), "PATH".into()]).is_ok());

@@ -34,15 +34,19 @@ pub(crate) fn status(target: &Target, args: &StatusArgs) -> Result<Code, Failure
 fn as_text(status: &Status) -> String {
     let s = &status.snapshot;
     let rows = [
-        ["pending".into(), s.pending_rows.to_string(), format!("oldest for {}", age(s.oldest_pending_age_seconds))],
+        ["pending".into(), s.pending_rows.to_string(), oldest(s.pending_rows, s.oldest_pending_age_seconds)],
         ["  leased".into(), s.leased_rows.to_string(), String::new()],
         ["  retrying".into(), s.retrying_rows.to_string(), String::new()],
         ["  held".into(), s.held_rows.to_string(), String::new()],
-        ["dead".into(), s.dead_rows.to_string(), format!("oldest for {}", age(s.oldest_dead_age_seconds))],
+        ["dead".into(), s.dead_rows.to_string(), oldest(s.dead_rows, s.oldest_dead_age_seconds)],
     ];
     let relays: Vec<_> = status.relays.iter().map(relay_cells).collect();
     let mut text = format!("{}\n\n", output::line(&status.verdict().to_string()));
     text.push_str(&output::table(["EVENTS", "", ""], &rows, 60));
+    if relays.is_empty() {
+        text.push_str("\nno relay has run yet\n");
+        return text;
+    }
     text.push('\n');
     text.push_str(&output::table(
         ["RELAY", "THREAD", "STATE", "HEARTBEAT", "PUBLISHED", "RETRIED", "DEAD", "LEASES LOST"],
@@ -50,6 +54,10 @@ fn as_text(status: &Status) -> String {
         60,
     ));
     text
+}
+
+fn oldest(rows: u64, seconds: f64) -> String {
+    if rows == 0 { String::new() } else { format!("oldest for {}", age(seconds)) }
 }
 
 fn relay_cells(relay: &RelayRow) -> [String; 8] {
@@ -142,6 +150,6 @@ pub(crate) fn prune(target: &Target, args: &PruneArgs) -> Result<Code, Failure> 
             None => break,
         }
     }
-    output::print(&format!("removed {deleted} events\n"))?;
+    output::print(&format!("removed {}\n", output::count(deleted)))?;
     Ok(Code::Ok)
 }

@@ -57,7 +57,8 @@ pub(crate) fn time(text: &str) -> Result<SystemTime, String> {
     }
     let from_now = duration(text).ok().and_then(|wait| SystemTime::now().checked_add(wait));
     from_now.ok_or_else(|| {
-        "a time is written as 2026-12-01T08:30:00Z (UTC), or as a duration from now, such as 5m".into()
+        "a time is written as 2026-12-01T08:30:00Z (UTC), or as a duration from now, such as 5m"
+            .into()
     })
 }
 
@@ -87,7 +88,8 @@ mod tests {
     fn sizes_and_switches() {
         assert_eq!(bytes("8MiB"), Ok(8 << 20));
         assert_eq!(bytes("1024"), Ok(1024));
-        for wrong in ["", "MiB", "8MB", "-1", "1.5KiB", "99999999999999999999", "99999999999999GiB"] {
+        for wrong in ["", "MiB", "8MB", "-1", "1.5KiB", "99999999999999999999", "99999999999999GiB"]
+        {
             assert!(bytes(wrong).is_err(), "{wrong}");
         }
         assert_eq!(switch("TRUE"), Ok(true));

@@ -192,7 +192,11 @@ fn answer(mut stream: &TcpStream, page: Page, is_head: bool) -> io::Result<()> {
     stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
     let mut response = Response::from_string(page.body).with_status_code(StatusCode(page.status));
     let allow = (page.status == 405).then_some(("Allow", "GET, HEAD"));
-    let headers = [("Content-Type", page.content_type), ("Cache-Control", "no-store"), ("Server", "pg-outbox")];
+    let headers = [
+        ("Content-Type", page.content_type),
+        ("Cache-Control", "no-store"),
+        ("Server", "pg-outbox"),
+    ];
     for (name, value) in headers.into_iter().chain(allow) {
         if let Ok(header) = Header::from_bytes(name, value) {
             response.add_header(header);

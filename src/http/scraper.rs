@@ -59,9 +59,8 @@ impl Scraper {
             state.answer = None;
             state.running = true;
             let scraper = Arc::clone(self);
-            let started = thread::Builder::new()
-                .name("http-scrape".into())
-                .spawn(move || scraper.scrape());
+            let started =
+                thread::Builder::new().name("http-scrape".into()).spawn(move || scraper.scrape());
             if let Err(error) = started {
                 state.running = false;
                 return Err(format!("no thread to read the metrics with: {error}"));
@@ -83,7 +82,8 @@ impl Scraper {
     fn scrape(&self) {
         let client = self.state().client.take();
         // The guard ends the scrape also where it panics, or nobody would ever start another.
-        let mut done = Done { scraper: self, answer: Err("reading the metrics failed".into()), client: None };
+        let mut done =
+            Done { scraper: self, answer: Err("reading the metrics failed".into()), client: None };
         match self.read(client) {
             Ok((text, client)) => (done.answer, done.client) = (Ok(text), Some(client)),
             // The session may be in any state: the next scrape gets a new one.

@@ -25,7 +25,7 @@ pub(crate) struct Cursors {
     clean_key: i64,
     /// The walk met its bound before it had enough or came round: most aggregates are held, dead or backing off.
     is_slow: bool,
-    /// The last walk of clean events came to the last aggregate, and it began at the first.
+    /// The last walk of clean events came to the last aggregate; and it began at the first.
     wrapped: bool,
     from_start: bool,
     suspect_key: Option<i64>,
@@ -79,7 +79,9 @@ impl Cursors {
     pub(crate) fn request(&self, class: Class) -> Request {
         let request = self.base.clone();
         match class {
-            Class::Clean if self.is_slow => Request {
+            // A bulk load is as many claims long as a table full of blocked aggregates; what comes after it must not wait
+            // for its turn in the walk either.
+            Class::Clean if self.is_slow || !self.wrapped => Request {
                 from_key: self.clean_key,
                 newer_than: self.newer_than.saturating_sub(OVERLAP),
                 fresh: FRESH,
@@ -114,7 +116,8 @@ impl Cursors {
             } else if claim.probes >= request.probes {
                 self.is_slow = true;
             }
-            if !self.is_slow || self.newer_than == i64::MAX {
+            let sees_all = self.wrapped && !self.is_slow;
+            if sees_all || self.newer_than == i64::MAX {
                 self.newer_than = claim.table_end.unwrap_or(0);
             } else if let Some(newest) = claim.newest_id {
                 self.newer_than = self.newer_than.max(newest);

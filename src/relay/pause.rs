@@ -136,13 +136,14 @@ impl Pauses {
         Allowed::AllBut(destinations.collect())
     }
 
-    /// When the next probe is due.
+    /// When the next probe is due. While the broker is in trouble no destination is probed, however long that is due.
     pub(crate) fn next_probe(&self) -> Option<Instant> {
-        self.state()
-            .values()
-            .filter(|trouble| !trouble.probing)
-            .map(|trouble| trouble.next_probe)
-            .min()
+        let state = self.state();
+        let due = |trouble: &Trouble| (!trouble.probing).then_some(trouble.next_probe);
+        match state.get(&Target::Broker) {
+            Some(trouble) => due(trouble),
+            None => state.values().filter_map(due).min(),
+        }
     }
 
     /// Paused aggregate types (`*` for all) and why, for the table.
@@ -199,6 +200,19 @@ mod tests {
         assert_eq!(pauses.describe(), (vec!["invoice".into()], Some("refused".into())));
         let later = Instant::now() + Duration::from_secs(2);
         assert_eq!(pauses.allowed(later), Allowed::Probe(invoices));
+    }
+
+    #[test]
+    fn a_destination_is_not_probed_while_the_broker_is_away() {
+        let pauses = Pauses::default();
+        trip(&pauses, &Target::Destination("invoice".into()), false);
+        for _ in 0..10 {
+            trip(&pauses, &Target::Broker, true);
+        }
+        let next = pauses.next_probe().expect("paused");
+        assert_eq!(pauses.allowed(Instant::now()), Allowed::NothingUntil(next));
+        pauses.probing(&Target::Broker);
+        assert_eq!(pauses.next_probe(), None, "or the claimer would not sleep");
     }
 
     #[test]

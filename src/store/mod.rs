@@ -6,6 +6,7 @@
 pub mod claim;
 pub mod dead_letters;
 mod event_ref;
+mod grants;
 pub mod lease;
 mod migrate;
 mod prune;
@@ -16,6 +17,7 @@ pub mod verdict;
 pub mod why;
 
 pub use event_ref::EventRef;
+pub use grants::{Grantee, grants};
 pub use migrate::{Migrated, SCHEMA_VERSION, check_schema, migrate, migration_sql};
 pub use prune::{PRUNE, PRUNE_BATCH, Pruned, prune};
 pub use session::{Session, Statement, is_pooled};

@@ -5,10 +5,14 @@
 //! started by the test. A server that is missing fails the test, with its name; nothing is skipped.
 #![allow(dead_code, unused_imports, missing_docs, clippy::unwrap_used, unreachable_pub)]
 
+pub mod driver;
 pub mod postgres;
+pub mod process;
+pub mod rabbitmq;
 pub mod wait;
 
 pub use self::postgres::{Database, Server};
+pub use rabbitmq::{Delivery, Rabbit};
 pub use wait::eventually;
 
 /// Ends a test for which a server is missing: as a failure, with its name.
