@@ -79,7 +79,7 @@ fn relations(db: &Database) -> Vec<String> {
 /// Everything that changes or reads `relation`, except what is in `but`.
 #[track_caller]
 fn denied_on(db: &Database, client: &mut Client, relation: &str, but: &[&str]) {
-    let sql = "SELECT attname::text FROM pg_attribute WHERE attrelid = ('outbox.' || $1)::text::regclass AND attnum = 1";
+    let sql = "SELECT attname::text FROM pg_attribute WHERE attrelid = ('outbox.' || $1)::text::regclass AND attnum = 2";
     let column: String = db.client().query_one(sql, &[&relation]).unwrap().get(0);
     for (what, sql) in [
         ("SELECT", format!("SELECT FROM outbox.{relation}")),
@@ -87,9 +87,14 @@ fn denied_on(db: &Database, client: &mut Client, relation: &str, but: &[&str]) {
         ("UPDATE", format!("UPDATE outbox.{relation} SET {column} = DEFAULT")),
         ("DELETE", format!("DELETE FROM outbox.{relation}")),
     ] {
-        if !but.contains(&what) {
-            denied(client, &sql);
+        if but.contains(&what) {
+            continue;
         }
+        let error = client.batch_execute(&sql).expect_err(&sql);
+        let code = error.code().expect(&sql).code();
+        // Nobody writes to a view of sums; PostgreSQL says that before it looks at rights.
+        let no_such_thing = relation == "outbox_metrics" && what != "SELECT" && code == "55000";
+        assert!(code == DENIED || no_such_thing, "{sql}: {error:?}");
     }
 }
 
