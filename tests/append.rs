@@ -525,8 +525,8 @@ fn nulls_and_uneven_arrays_are_refused() {
     let db = Database::create();
     let client = &mut db.client();
     for (args, says) in [
-        ("NULL, '1', 't', '{}'", "\"aggregate_type\""),
-        ("'o', NULL, 't', '{}'", "\"aggregate_id\""),
+        ("NULL, '1', 't', '{}'", "aggregate type or aggregate id is NULL"),
+        ("'o', NULL, 't', '{}'", "aggregate type or aggregate id is NULL"),
         ("'o', '1', NULL, '{}'", "\"event_type\""),
         ("'o', '1', 't', NULL::json", "\"payload\""),
         ("'o', '1', 't', NULL::bytea", "\"payload\""),
