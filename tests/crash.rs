@@ -163,7 +163,8 @@ fn killed_between_confirm_and_verdict_is_delivered_again_and_marked() {
     let again = broker.deliveries();
     assert_eq!(again.len(), 30);
     assert!(again.iter().all(|event| event.possible_duplicate), "each may have been sent");
-    let again_ids: BTreeSet<String> = again.iter().map(|event| event.event_id.to_string()).collect();
+    let again_ids: BTreeSet<String> =
+        again.iter().map(|event| event.event_id.to_string()).collect();
     assert_eq!(again_ids, ids);
     assert!(first.iter().all(|words| ids.contains(&words[0])), "the same ids as the first time");
     for key in 0..10 {

@@ -54,7 +54,11 @@ fn pages_and_methods() {
     let addr = server.local_addr();
     let metrics = get(addr, "/metrics");
     assert_eq!(metrics.status, 200, "{}", metrics.body);
-    assert!(metrics.head.contains("content-type: text/plain; version=0.0.4; charset=utf-8"), "{}", metrics.head);
+    assert!(
+        metrics.head.contains("content-type: text/plain; version=0.0.4; charset=utf-8"),
+        "{}",
+        metrics.head
+    );
     assert!(metrics.body.contains("\noutbox_pending_rows 0\n"), "{}", metrics.body);
     assert!(metrics.body.ends_with('\n'));
     assert_eq!(get(addr, "/metrics?x=1").status, 200);
@@ -67,7 +71,8 @@ fn pages_and_methods() {
     assert!(head.head.contains("content-length: "), "{}", head.head);
     for method in ["POST", "PUT", "DELETE", "OPTIONS", "BREW"] {
         let body = "x".repeat(20_000);
-        let answer = request(addr, &format!("{method} / HTTP/1.1\r\nContent-Length: 20000\r\n\r\n{body}"));
+        let answer =
+            request(addr, &format!("{method} / HTTP/1.1\r\nContent-Length: 20000\r\n\r\n{body}"));
         assert_eq!(answer.status, 405, "{method}");
         assert!(answer.head.contains("allow: get, head"), "{}", answer.head);
     }
@@ -89,10 +94,15 @@ fn the_reason_and_no_figure_without_a_database() {
     assert!(!answer.body.contains("outbox_pending_rows"), "{}", answer.body);
 
     let url = "postgres://someone:s3cret@127.0.0.1:1/x";
-    let server = http::serve("127.0.0.1:0", Schema::default(), move || Client::connect(url, NoTls), None);
+    let server =
+        http::serve("127.0.0.1:0", Schema::default(), move || Client::connect(url, NoTls), None);
     let answer = get(server.unwrap().local_addr(), "/metrics");
     assert_eq!(answer.status, 503);
-    assert!(answer.body.contains("connecting to the database") && !answer.body.contains("s3cret"), "{}", answer.body);
+    assert!(
+        answer.body.contains("connecting to the database") && !answer.body.contains("s3cret"),
+        "{}",
+        answer.body
+    );
 }
 
 #[test]
@@ -138,7 +148,9 @@ fn a_scrape_that_is_blocked_ends() {
     assert_eq!(answer.status, 503, "{}", answer.body);
     assert!(started.elapsed() < 8 * SECOND, "{:?}", started.elapsed());
     lock.rollback().unwrap();
-    eventually("it answers again", 3 * SECOND, || get(server.local_addr(), "/metrics").status == 200);
+    eventually("it answers again", 3 * SECOND, || {
+        get(server.local_addr(), "/metrics").status == 200
+    });
 }
 
 #[test]
@@ -175,11 +187,13 @@ fn http_threads() -> usize {
 fn two_hundred_slow_clients_stop_neither_a_scrape_nor_the_relay() {
     let database = Database::create();
     let broker = ScriptedBroker::new();
-    let config = RelayConfig::builder("slow").poll_interval(Duration::from_millis(50)).build().unwrap();
+    let config =
+        RelayConfig::builder("slow").poll_interval(Duration::from_millis(50)).build().unwrap();
     let publishing = broker.clone();
     let relay = Relay::new(config, database.factory(), move |_| publishing.publisher());
     let health = relay.health();
-    let server = http::serve("127.0.0.1:0", Schema::default(), database.factory(), Some(health)).unwrap();
+    let server =
+        http::serve("127.0.0.1:0", Schema::default(), database.factory(), Some(health)).unwrap();
     let relay = relay.start();
     let addr = server.local_addr();
     eventually("ready", 20 * SECOND, || get(addr, "/readyz").status == 200);
@@ -234,7 +248,10 @@ fn a_request_has_a_deadline_however_it_trickles_in() {
     let _ = (&stream).read_to_string(&mut text);
     assert!(text.is_empty() || text.contains(" 408 "), "{text}");
     let took = started.elapsed();
-    assert!(took > http::HEAD_TIMEOUT - SECOND && took < http::HEAD_TIMEOUT + 2 * SECOND, "{took:?}");
+    assert!(
+        took > http::HEAD_TIMEOUT - SECOND && took < http::HEAD_TIMEOUT + 2 * SECOND,
+        "{took:?}"
+    );
     stream.shutdown(Shutdown::Both).ok();
     writer.join().unwrap();
 }
@@ -243,11 +260,13 @@ fn a_request_has_a_deadline_however_it_trickles_in() {
 fn health_and_readiness_follow_the_relay() {
     let database = Database::create();
     let broker = ScriptedBroker::new();
-    let config = RelayConfig::builder("h").poll_interval(Duration::from_millis(50)).build().unwrap();
+    let config =
+        RelayConfig::builder("h").poll_interval(Duration::from_millis(50)).build().unwrap();
     let publishing = broker.clone();
     let relay = Relay::new(config, database.factory(), move |_| publishing.publisher());
     let server =
-        http::serve("127.0.0.1:0", Schema::default(), database.factory(), Some(relay.health())).unwrap();
+        http::serve("127.0.0.1:0", Schema::default(), database.factory(), Some(relay.health()))
+            .unwrap();
     let addr = server.local_addr();
     assert_eq!(get(addr, "/readyz").status, 503, "not started");
     let relay = relay.start();

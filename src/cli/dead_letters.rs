@@ -62,7 +62,8 @@ fn required(args: &FilterArgs) -> Result<Filter, Failure> {
 }
 
 fn list(target: &Target, args: &ListArgs) -> Result<Code, Failure> {
-    let (schema, filter) = (target.schema()?, filter(&args.filter)?.unwrap_or_else(Filter::everything));
+    let (schema, filter) =
+        (target.schema()?, filter(&args.filter)?.unwrap_or_else(Filter::everything));
     let mut client = target.connect()?;
     let text = if args.group {
         let mut groups = dead_letters::groups(&mut client, &schema, &filter)?;
@@ -72,8 +73,11 @@ fn list(target: &Target, args: &ListArgs) -> Result<Code, Failure> {
         let letters = dead_letters::list(&mut client, &schema, &filter, args.after, args.limit)?;
         let is_full = letters.len() == args.limit as usize;
         let next = letters.last().filter(|_| is_full && !args.json).map(|last| last.id);
-        let mut text =
-            if args.json { json_lines(letters.iter().map(letter_json)) } else { letter_table(&letters) };
+        let mut text = if args.json {
+            json_lines(letters.iter().map(letter_json))
+        } else {
+            letter_table(&letters)
+        };
         if let Some(last) = next {
             text.push_str(&format!("There may be more: go on with --after {last}\n"));
         }
@@ -149,7 +153,11 @@ fn group_json(group: &ReasonGroup) -> Value {
 fn show(target: &Target, args: &ShowArgs) -> Result<Code, Failure> {
     let details = dead_letters::show(&mut target.connect()?, &target.schema()?, &args.event)?;
     let details = details.ok_or_else(|| no_event(&args.event))?;
-    print(&if args.json { format!("{}\n", details_json(&details)) } else { details_text(&details) })?;
+    print(&if args.json {
+        format!("{}\n", details_json(&details))
+    } else {
+        details_text(&details)
+    })?;
     Ok(Code::Ok)
 }
 
@@ -170,12 +178,19 @@ fn details_json(e: &EventDetails) -> Value {
 
 fn details_text(e: &EventDetails) -> String {
     let times = [
-        ("appended", Some(e.created)), ("not before", e.not_before), ("next attempt", Some(e.next_attempt)),
-        ("failing since", e.retry_since), ("leased until", e.locked_until), ("published", e.published),
-        ("died", e.died), ("discarded", e.discarded),
+        ("appended", Some(e.created)),
+        ("not before", e.not_before),
+        ("next attempt", Some(e.next_attempt)),
+        ("failing since", e.retry_since),
+        ("leased until", e.locked_until),
+        ("published", e.published),
+        ("died", e.died),
+        ("discarded", e.discarded),
     ];
     let texts = [
-        ("last error", &e.last_error), ("discarded by", &e.discard_note), ("leased by", &e.locked_by),
+        ("last error", &e.last_error),
+        ("discarded by", &e.discard_note),
+        ("leased by", &e.locked_by),
     ];
     let (form, payload) = output::payload(&e.payload);
     let mut fields = vec![
@@ -184,8 +199,18 @@ fn details_text(e: &EventDetails) -> String {
         ("aggregate", format!("{} {}", e.aggregate_type, e.aggregate_id)),
         ("event", e.event_type.clone()),
         ("status", e.status.clone()),
-        ("attempts", format!("{}, of them unexplained failures: {}", e.attempts, e.unexplained_failures)),
-        ("may be known", if e.in_doubt { "yes: an attempt may have reached the broker".into() } else { "no".into() }),
+        (
+            "attempts",
+            format!("{}, of them unexplained failures: {}", e.attempts, e.unexplained_failures),
+        ),
+        (
+            "may be known",
+            if e.in_doubt {
+                "yes: an attempt may have reached the broker".into()
+            } else {
+                "no".into()
+            },
+        ),
     ];
     fields.extend(times.into_iter().filter_map(|(name, time)| Some((name, time?.to_string()))));
     fields.extend(texts.into_iter().filter_map(|(name, text)| Some((name, text.clone()?))));
@@ -226,16 +251,27 @@ fn report(ids: &[Uuid], done: &str) -> Result<Code, Failure> {
     Ok(Code::Ok)
 }
 
-fn dry_run(client: &mut Client, target: &Target, filter: &Filter, limit: Option<u32>, done: &str) -> Result<Code, Failure> {
+fn dry_run(
+    client: &mut Client,
+    target: &Target,
+    filter: &Filter,
+    limit: Option<u32>,
+    done: &str,
+) -> Result<Code, Failure> {
     let schema = target.schema()?;
     let shown = limit.unwrap_or(DRY_RUN_LINES).min(DRY_RUN_LINES);
     let letters = dead_letters::list(client, &schema, filter, None, shown)?;
     if letters.is_empty() {
         return Err(Failure::not_found(format!("no dead letter matches; nothing would be {done}")));
     }
-    let all: u64 = dead_letters::groups(client, &schema, filter)?.iter().map(|group| group.count).sum();
+    let all: u64 =
+        dead_letters::groups(client, &schema, filter)?.iter().map(|group| group.count).sum();
     let would = all.min(limit.map_or(u64::MAX, u64::from));
     let more = if would > letters.len() as u64 { "...\n" } else { "" };
-    print(&format!("{}{more}would have {done} {}; nothing was changed\n", letter_table(&letters), output::count(would)))?;
+    print(&format!(
+        "{}{more}would have {done} {}; nothing was changed\n",
+        letter_table(&letters),
+        output::count(would)
+    ))?;
     Ok(Code::Ok)
 }

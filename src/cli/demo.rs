@@ -36,7 +36,9 @@ pub(crate) fn demo(target: &Target, args: &DemoArgs) -> Result<Code, Failure> {
     let mut story = Story { broker, teller: Teller::new(), names: BTreeMap::new() };
     let told = story.play(&mut stage);
     stage.tear_down().and(told)?;
-    story.teller.say("The demo's schema is dropped. Everything above happened, and was checked.")?;
+    story
+        .teller
+        .say("The demo's schema is dropped. Everything above happened, and was checked.")?;
     Ok(Code::Ok)
 }
 
@@ -56,15 +58,26 @@ impl Story {
         self.follow(stage, "A paid", &[])?;
         self.look_at_the_dead(stage)?;
         self.teller.metrics(&stage.metrics(&[
-            ("outbox_pending_rows", 1), ("outbox_held_rows", 1), ("outbox_dead_rows", 1), ("outbox_retrying_rows", 0),
-            ("outbox_relays_alive", 1), ("outbox_published_total", 3), ("outbox_retried_total", 2),
-            ("outbox_dead_lettered_total", 1), ("outbox_lease_lost_total", 0),
+            ("outbox_pending_rows", 1),
+            ("outbox_held_rows", 1),
+            ("outbox_dead_rows", 1),
+            ("outbox_retrying_rows", 0),
+            ("outbox_relays_alive", 1),
+            ("outbox_published_total", 3),
+            ("outbox_retried_total", 2),
+            ("outbox_dead_lettered_total", 1),
+            ("outbox_lease_lost_total", 0),
         ])?)?;
         self.requeue(stage)?;
         self.follow(stage, "B paid", &["A placed", "A paid", "C placed"])?;
         self.teller.metrics(&stage.metrics(&[
-            ("outbox_pending_rows", 0), ("outbox_held_rows", 0), ("outbox_dead_rows", 0), ("outbox_published_total", 5),
-            ("outbox_retried_total", 2), ("outbox_dead_lettered_total", 1), ("outbox_relays_alive", 1),
+            ("outbox_pending_rows", 0),
+            ("outbox_held_rows", 0),
+            ("outbox_dead_rows", 0),
+            ("outbox_published_total", 5),
+            ("outbox_retried_total", 2),
+            ("outbox_dead_lettered_total", 1),
+            ("outbox_relays_alive", 1),
         ])?)?;
         let report = stage.stop_relay()?;
         self.teller.say(&format!("The relay is stopped: {report}."))?;
@@ -74,7 +87,9 @@ impl Story {
     /// Each order and its events are written in one transaction.
     fn write_orders(&mut self, stage: &mut Stage) -> Result<(), Failure> {
         self.teller.say("Three orders are written, each in one transaction with its events:")?;
-        for (order, events) in [("A", &["placed", "paid"][..]), ("B", &["placed", "paid"]), ("C", &["placed"])] {
+        for (order, events) in
+            [("A", &["placed", "paid"][..]), ("B", &["placed", "paid"]), ("C", &["placed"])]
+        {
             let news: Vec<_> = events
                 .iter()
                 .map(|event| {
@@ -94,13 +109,17 @@ impl Story {
 
     fn set_the_cues(&self) -> Result<(), Failure> {
         let is = |order: &'static str| {
-            move |event: &pg_outbox::Event| event.aggregate_id == order && event.event_type == "order.placed"
+            move |event: &pg_outbox::Event| {
+                event.aggregate_id == order && event.event_type == "order.placed"
+            }
         };
         for _ in 0..2 {
             self.broker.fail_next(is("A"), PublishError::transient(TIMEOUT).in_doubt());
         }
         self.broker.fail_always(is("B"), PublishError::permanent(REJECTED));
-        self.teller.say("The broker will time out twice on A placed, and its schema registry rejects B placed.")
+        self.teller.say(
+            "The broker will time out twice on A placed, and its schema registry rejects B placed.",
+        )
     }
 
     /// Tells every pass until the event called `last` is published. Those of `done` must not come again.
@@ -115,7 +134,10 @@ impl Story {
             }
             self.tell_waiting(stage)?;
             stage.go_on();
-            if events.iter().any(|event| self.name(event.event_id) == last && event.status == "published") {
+            if events
+                .iter()
+                .any(|event| self.name(event.event_id) == last && event.status == "published")
+            {
                 return Ok(());
             }
         }
@@ -131,17 +153,25 @@ impl Story {
             let name = self.name(event.event_id).to_owned();
             let attempt = event.attempts;
             match (outcome, event.status.as_str()) {
-                (Ok(()), "published") => self.teller.good(&name, &format!("published, at attempt {attempt}"))?,
+                (Ok(()), "published") => {
+                    self.teller.good(&name, &format!("published, at attempt {attempt}"))?
+                }
                 (Err(error), "dead") if error.kind() == FailureKind::Permanent => {
-                    self.teller.bad(&name, &format!("rejected, so dead at once: {}", error.reason()))?;
+                    self.teller
+                        .bad(&name, &format!("rejected, so dead at once: {}", error.reason()))?;
                 }
                 (Err(error), "pending") if event.retry_since.is_some() => {
                     let wait = -event.next_attempt.seconds_ago.min(0.0);
-                    let text = format!("attempt {attempt} failed, tried again in {wait:.1} s: {}", error.reason());
+                    let text = format!(
+                        "attempt {attempt} failed, tried again in {wait:.1} s: {}",
+                        error.reason()
+                    );
                     self.teller.warn(&name, &text)?;
                 }
                 (outcome, status) => {
-                    return Err(Failure::failed(format!("{WRONG}: {name} is {status} after {outcome:?}")));
+                    return Err(Failure::failed(format!(
+                        "{WRONG}: {name} is {status} after {outcome:?}"
+                    )));
                 }
             }
         }
@@ -155,8 +185,12 @@ impl Story {
             let (client, schema) = stage.database();
             let Some(why) = why(client, schema, &EventRef::from(*id))? else { continue };
             match why.answer {
-                Answer::Held { .. } => self.teller.held(name, "held behind a dead event of its order")?,
-                Answer::Behind { .. } => self.teller.held(name, "waits behind an earlier event of its order")?,
+                Answer::Held { .. } => {
+                    self.teller.held(name, "held behind a dead event of its order")?
+                }
+                Answer::Behind { .. } => {
+                    self.teller.held(name, "waits behind an earlier event of its order")?
+                }
                 _ => {}
             }
         }
@@ -167,7 +201,9 @@ impl Story {
         let (client, schema) = stage.database();
         let letters = dead_letters::list(client, schema, &Filter::everything(), None, 10)?;
         let is_b = letters.len() == 1
-            && letters.iter().all(|one| one.aggregate_id == "B" && one.held == 1 && one.reason == REJECTED);
+            && letters
+                .iter()
+                .all(|one| one.aggregate_id == "B" && one.held == 1 && one.reason == REJECTED);
         if !is_b {
             return Err(Failure::failed(format!("{WRONG}: the dead letters are {letters:?}")));
         }
@@ -197,7 +233,10 @@ impl Story {
             events.map(|event| event.event_type.clone()).collect()
         };
         let both = ["order.placed", "order.paid"];
-        let in_order = of("A") == both && of("B") == both && of("C") == ["order.placed"] && deliveries.len() == 5;
+        let in_order = of("A") == both
+            && of("B") == both
+            && of("C") == ["order.placed"]
+            && deliveries.len() == 5;
         let first = deliveries.iter().find(|event| event.aggregate_id == "A");
         let marked = first.is_some_and(|event| event.attempt == 3 && event.possible_duplicate);
         if !in_order || !marked {

@@ -3,9 +3,9 @@
 use std::thread;
 use std::time::Duration;
 
-use pg_outbox::{Moment, rfc3339};
 use pg_outbox::store::status::{Health, RelayRow, Status};
 use pg_outbox::store::{self};
+use pg_outbox::{Moment, rfc3339};
 use serde_json::{Value, json};
 
 use super::args::{PruneArgs, StatusArgs, WhyArgs};
@@ -34,7 +34,11 @@ pub(crate) fn status(target: &Target, args: &StatusArgs) -> Result<Code, Failure
 fn as_text(status: &Status) -> String {
     let s = &status.snapshot;
     let rows = [
-        ["pending".into(), s.pending_rows.to_string(), oldest(s.pending_rows, s.oldest_pending_age_seconds)],
+        [
+            "pending".into(),
+            s.pending_rows.to_string(),
+            oldest(s.pending_rows, s.oldest_pending_age_seconds),
+        ],
         ["  leased".into(), s.leased_rows.to_string(), String::new()],
         ["  retrying".into(), s.retrying_rows.to_string(), String::new()],
         ["  held".into(), s.held_rows.to_string(), String::new()],
@@ -65,11 +69,16 @@ fn relay_cells(relay: &RelayRow) -> [String; 8] {
         (None, ..) => "stopped".into(),
         (_, false, _) => "not alive".into(),
         (_, true, true) => "alive".into(),
-        (_, true, false) => format!("paused {}", relay.paused_types.join(",").replace('*', "broker")),
+        (_, true, false) => {
+            format!("paused {}", relay.paused_types.join(",").replace('*', "broker"))
+        }
     };
-    let thread = if relay.worker == 0 { "claimer".into() } else { format!("publisher-{}", relay.worker) };
-    let heartbeat = relay.heartbeat.map_or("-".into(), |beat| format!("{} ago", age(beat.seconds_ago)));
-    let counts = [relay.published, relay.retried, relay.dead_lettered, relay.lease_lost].map(|n| n.to_string());
+    let thread =
+        if relay.worker == 0 { "claimer".into() } else { format!("publisher-{}", relay.worker) };
+    let heartbeat =
+        relay.heartbeat.map_or("-".into(), |beat| format!("{} ago", age(beat.seconds_ago)));
+    let counts = [relay.published, relay.retried, relay.dead_lettered, relay.lease_lost]
+        .map(|n| n.to_string());
     let [published, retried, dead, lost] = counts;
     [relay.relay_id.clone(), thread, state, heartbeat, published, retried, dead, lost]
 }
@@ -124,11 +133,14 @@ pub(crate) fn why(target: &Target, args: &WhyArgs) -> Result<Code, Failure> {
 
 /// For an event that is not there.
 pub(super) fn no_event(event: &pg_outbox::EventRef) -> Failure {
-    Failure::not_found(format!("there is no event {event}; it may have been removed after its retention"))
+    Failure::not_found(format!(
+        "there is no event {event}; it may have been removed after its retention"
+    ))
 }
 
 pub(crate) fn metrics(target: &Target) -> Result<Code, Failure> {
-    let snapshot = store::status::scrape(&mut target.connect()?, &target.schema()?, METRICS_TIMEOUT)?;
+    let snapshot =
+        store::status::scrape(&mut target.connect()?, &target.schema()?, METRICS_TIMEOUT)?;
     output::print(&snapshot.render())?;
     Ok(Code::Ok)
 }

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use pg_outbox::http::{self, HttpServer};
 use pg_outbox::store::dead_letters::{self, EventDetails};
 use pg_outbox::{
-    Event, EventRef, NewEvent, Outbox, Outcomes, Policy, PublishError, Publisher, Relay, RelayConfig, RunReport,
-    RunningRelay, Schema, ScriptedBroker, store,
+    Event, EventRef, NewEvent, Outbox, Outcomes, Policy, PublishError, Publisher, Relay,
+    RelayConfig, RunReport, RunningRelay, Schema, ScriptedBroker, store,
 };
 use postgres::{Client, Config, NoTls};
 use uuid::Uuid;
@@ -50,14 +50,23 @@ impl Stage {
         let (mut client, schema) = (connect(&database)?, Schema::new(name)?);
         refuse_strangers(&mut client, &schema)?;
         let quoted = quote(&schema);
-        let drop = format!("SET client_min_messages = warning; DROP SCHEMA IF EXISTS {quoted} CASCADE");
+        let drop =
+            format!("SET client_min_messages = warning; DROP SCHEMA IF EXISTS {quoted} CASCADE");
         client.batch_execute(&drop).map_err(failed)?;
         let interrupted = Arc::new(AtomicBool::new(false));
         let noticed = Arc::clone(&interrupted);
         ctrlc::set_handler(move || noticed.store(true, Ordering::SeqCst))
             .map_err(|error| Failure::failed(format!("waiting for signals: {error}")))?;
         let mut stage = Self {
-            database, client, schema, relay: None, server: None, passes: None, progress: Arc::default(), interrupted, is_down: false,
+            database,
+            client,
+            schema,
+            relay: None,
+            server: None,
+            passes: None,
+            progress: Arc::default(),
+            interrupted,
+            is_down: false,
         };
         store::migrate(&mut stage.client, &stage.schema)?;
         let orders = format!(
@@ -76,9 +85,15 @@ impl Stage {
     }
 
     /// The order and its events, or neither.
-    pub(super) fn write_order(&mut self, order: &str, outbox: &Outbox, events: &[NewEvent]) -> Result<Vec<Uuid>, Failure> {
+    pub(super) fn write_order(
+        &mut self,
+        order: &str,
+        outbox: &Outbox,
+        events: &[NewEvent],
+    ) -> Result<Vec<Uuid>, Failure> {
         let mut transaction = self.client.transaction().map_err(failed)?;
-        let insert = format!("INSERT INTO {}.orders (name, total) VALUES ($1, 12.50)", quote(&self.schema));
+        let insert =
+            format!("INSERT INTO {}.orders (name, total) VALUES ($1, 12.50)", quote(&self.schema));
         transaction.execute(&insert, &[&order]).map_err(failed)?;
         let ids = outbox.append_all(&mut transaction, events)?;
         transaction.commit().map_err(failed)?;
@@ -92,20 +107,33 @@ impl Stage {
             backoff_cap: Duration::from_secs(8),
             ..Policy::default()
         };
-        let config = RelayConfig::builder("demo").schema(self.schema.name()).workers(1).policy(policy).build()?;
+        let config = RelayConfig::builder("demo")
+            .schema(self.schema.name())
+            .workers(1)
+            .policy(policy)
+            .build()?;
         let (report, passes) = mpsc::channel();
-        let (database, broker, progress) = (self.database.clone(), broker.clone(), Arc::clone(&self.progress));
-        let relay = Relay::new(config, move || database.connect(NoTls), move |_| Narrated {
-            inner: broker.publisher(),
-            seen: BTreeSet::new(),
-            report: report.clone(),
-            progress: Arc::clone(&progress),
-        });
+        let (database, broker, progress) =
+            (self.database.clone(), broker.clone(), Arc::clone(&self.progress));
+        let relay = Relay::new(
+            config,
+            move || database.connect(NoTls),
+            move |_| Narrated {
+                inner: broker.publisher(),
+                seen: BTreeSet::new(),
+                report: report.clone(),
+                progress: Arc::clone(&progress),
+            },
+        );
         let database = self.database.clone();
         let server = http::serve(
-            "127.0.0.1:0", self.schema.clone(), move || database.connect(NoTls), Some(relay.health()),
+            "127.0.0.1:0",
+            self.schema.clone(),
+            move || database.connect(NoTls),
+            Some(relay.health()),
         );
-        self.server = Some(server.map_err(|error| Failure::failed(format!("serving the metrics: {error}")))?);
+        self.server =
+            Some(server.map_err(|error| Failure::failed(format!("serving the metrics: {error}")))?);
         self.relay = Some(relay.start());
         self.passes = Some(passes);
         Ok(())
@@ -113,13 +141,16 @@ impl Stage {
 
     /// The next call of the publisher.
     pub(super) fn next_pass(&mut self, deadline: Instant) -> Result<Pass, Failure> {
-        let passes = self.passes.as_ref().ok_or_else(|| Failure::failed("the relay does not run"))?;
+        let passes =
+            self.passes.as_ref().ok_or_else(|| Failure::failed("the relay does not run"))?;
         loop {
             self.still_playing(deadline, "a pass of the relay")?;
             match passes.recv_timeout(Duration::from_millis(50)) {
                 Ok(pass) => return Ok(pass),
                 Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return Err(Failure::failed(format!("{WRONG}: the relay ended"))),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Failure::failed(format!("{WRONG}: the relay ended")));
+                }
             }
         }
     }
@@ -130,14 +161,23 @@ impl Stage {
     }
 
     /// The events of a pass once its verdict is written.
-    pub(super) fn settled(&mut self, pass: &Pass, deadline: Instant) -> Result<Vec<EventDetails>, Failure> {
+    pub(super) fn settled(
+        &mut self,
+        pass: &Pass,
+        deadline: Instant,
+    ) -> Result<Vec<EventDetails>, Failure> {
         loop {
             self.still_playing(deadline, "a verdict")?;
             let mut events = Vec::new();
             for event in &pass.events {
-                events.extend(dead_letters::show(&mut self.client, &self.schema, &EventRef::from(event.id))?);
+                events.extend(dead_letters::show(
+                    &mut self.client,
+                    &self.schema,
+                    &EventRef::from(event.id),
+                )?);
             }
-            let is_settled = |event: &EventDetails| event.status != "pending" || event.locked_until.is_none();
+            let is_settled =
+                |event: &EventDetails| event.status != "pending" || event.locked_until.is_none();
             if events.len() == pass.events.len() && events.iter().all(is_settled) {
                 return Ok(events);
             }
@@ -157,10 +197,12 @@ impl Stage {
 
     /// The text of `/metrics` once these values are in it. An answer is served again for a second, so it may take one.
     pub(super) fn metrics(&mut self, expected: &[(&str, u64)]) -> Result<String, Failure> {
-        let server = self.server.as_ref().ok_or_else(|| Failure::failed("nothing serves the metrics"))?;
+        let server =
+            self.server.as_ref().ok_or_else(|| Failure::failed("nothing serves the metrics"))?;
         let (addr, deadline) = (server.local_addr(), Instant::now() + STEP);
         loop {
-            let text = get(addr, "/metrics").map_err(|error| Failure::failed(format!("reading /metrics: {error}")))?;
+            let text = get(addr, "/metrics")
+                .map_err(|error| Failure::failed(format!("reading /metrics: {error}")))?;
             let missing: Vec<_> = expected
                 .iter()
                 .map(|(name, value)| format!("{name} {value}"))
@@ -196,7 +238,8 @@ impl Stage {
         let mut dropped = self.client.batch_execute(&drop);
         if dropped.is_err() {
             // The session may have been lost in the middle of the story.
-            dropped = self.database.connect(NoTls).and_then(|mut client| client.batch_execute(&drop));
+            dropped =
+                self.database.connect(NoTls).and_then(|mut client| client.batch_execute(&drop));
         }
         dropped.map_err(failed)?;
         stopped.map(drop_report)
@@ -215,9 +258,11 @@ impl Drop for Stage {
 
 /// Refuses a schema that is there and not the demo's.
 fn refuse_strangers(client: &mut Client, schema: &Schema) -> Result<(), Failure> {
-    let comment = "SELECT obj_description(oid, 'pg_namespace') FROM pg_namespace WHERE nspname = $1";
+    let comment =
+        "SELECT obj_description(oid, 'pg_namespace') FROM pg_namespace WHERE nspname = $1";
     let found = client.query_opt(comment, &[&schema.name()]).map_err(failed)?;
-    let is_strange = found.is_some_and(|row| row.get::<_, Option<String>>(0).as_deref() != Some(MARK));
+    let is_strange =
+        found.is_some_and(|row| row.get::<_, Option<String>>(0).as_deref() != Some(MARK));
     if is_strange {
         return Err(Failure::usage(format!(
             "the schema {:?} is there and is not the demo's, which would drop it; choose another --demo-schema",
@@ -271,7 +316,8 @@ impl Progress {
 
     fn wait_until_told(&self, patience: Duration) {
         let counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
-        let _ = self.changed.wait_timeout_while(counts, patience, |(reported, told)| told < reported);
+        let _ =
+            self.changed.wait_timeout_while(counts, patience, |(reported, told)| told < reported);
     }
 }
 
@@ -292,7 +338,8 @@ impl<P: Publisher> Publisher for Narrated<P> {
         self.seen.extend(wave.iter().map(|event| event.id));
         self.inner.publish(wave, deadline, outcomes);
         let unset = || Err(PublishError::unexplained("no outcome"));
-        let outcomes = (0..wave.len()).map(|index| outcomes.get(index).cloned().unwrap_or_else(unset));
+        let outcomes =
+            (0..wave.len()).map(|index| outcomes.get(index).cloned().unwrap_or_else(unset));
         let mut results: Vec<_> = wave.iter().cloned().zip(outcomes).collect();
         results.sort_by_key(|(event, _)| event.id);
         let (events, outcomes) = results.into_iter().unzip();
