@@ -9,7 +9,7 @@
 //! The closure's error type must take Diesel's errors, and `?` on an append must give that type as well:
 //! - `E = `[`pg_outbox::Error`](Error): keeps every predicate. Diesel's errors become database errors.
 //! - `E = `[`diesel::result::Error`](::diesel::result::Error), or `QueryResult`: an error of the database is handed on as
-//!   Diesel's own, so that a retry on `SerializationFailure` goes on working; a broken limit becomes
+//!   Diesel's own, so that a retry on `SerializationFailure` goes on working; any other, such as a broken limit, becomes
 //!   `SerializationError` with the [`Error`] in it, and `Error::from` takes it out again.
 //! - `E = Box<dyn Error + Send + Sync>` or `anyhow::Error`: takes both; downcast to [`Error`] for the predicates.
 //!
@@ -151,7 +151,7 @@ fn append_error(error: DieselError) -> Error {
     Error::append(error, code)
 }
 
-/// For `conn.transaction::<_, pg_outbox::Error, _>(...)`. An [`Error`] that went through Diesel's comes out as it was.
+/// For `conn.transaction::<_, pg_outbox::Error, _>(...)`. An [`Error`] that Diesel's carries comes out as it was.
 impl From<DieselError> for Error {
     fn from(error: DieselError) -> Self {
         match error {
@@ -167,9 +167,6 @@ impl From<DieselError> for Error {
 /// For `conn.transaction::<_, diesel::result::Error, _>(...)`.
 impl From<Error> for DieselError {
     fn from(error: Error) -> Self {
-        if error.is_not_in_transaction() {
-            return Self::NotInTransaction;
-        }
         error.into_cause::<Self>().unwrap_or_else(|error| Self::SerializationError(Box::new(error)))
     }
 }

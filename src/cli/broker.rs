@@ -11,7 +11,7 @@ use super::failure::Failure;
 pub(crate) enum Broker {
     Stdout,
     #[cfg(feature = "rabbitmq")]
-    RabbitMq(pg_outbox::publisher::rabbitmq::RabbitMqConfig),
+    RabbitMq(Box<pg_outbox::publisher::rabbitmq::RabbitMqConfig>),
 }
 
 impl Broker {
@@ -62,7 +62,7 @@ impl Broker {
         if let Some(file) = &options.broker_ca_file {
             config = config.ca_file(file);
         }
-        Ok(Self::RabbitMq(config.build()?))
+        Ok(Self::RabbitMq(Box::new(config.build()?)))
     }
 
     #[cfg(not(feature = "rabbitmq"))]
@@ -78,7 +78,7 @@ impl Broker {
             Self::Stdout => Box::new(StdoutPublisher::new()),
             #[cfg(feature = "rabbitmq")]
             Self::RabbitMq(config) => {
-                Box::new(pg_outbox::publisher::rabbitmq::RabbitMqPublisher::new(config.clone()))
+                Box::new(pg_outbox::publisher::rabbitmq::RabbitMqPublisher::new((**config).clone()))
             }
         }
     }

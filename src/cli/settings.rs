@@ -38,7 +38,7 @@ fn command() -> Command {
     hide_values(Cli::command())
 }
 
-/// Prints clap's error with the variable that a bad value came from, and without any argument that may hold a password.
+/// Prints clap's error with the variable that a bad value came from, and without any value that may hold a password.
 fn report(command: &Command, error: &clap::Error, arguments: &[OsString]) -> ExitCode {
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
         return if output::print(&error.render().to_string()).is_ok() {
@@ -49,9 +49,12 @@ fn report(command: &Command, error: &clap::Error, arguments: &[OsString]) -> Exi
         .into();
     }
     let mut text = error.render().to_string();
-    for secret in arguments.iter().skip(1).flat_map(|argument| secrets(&argument.to_string_lossy()))
-    {
-        text = text.replace(&secret, "[hidden]");
+    let ours = |name: &OsString| name.to_string_lossy().to_ascii_uppercase().starts_with(PREFIX);
+    let values = std::env::vars_os().filter(|(name, _)| ours(name)).map(|(_, value)| value);
+    for shown in arguments.iter().skip(1).cloned().chain(values) {
+        for secret in secrets(&shown.to_string_lossy()) {
+            text = text.replace(&secret, "[hidden]");
+        }
     }
     eprint!("{}", output::lines(&text));
     if let Some(variable) = variable_of(command, error, arguments) {
@@ -104,16 +107,15 @@ fn variables(command: &Command) -> Vec<(String, String)> {
 /// Refuses variables with our prefix that no option reads: a misspelt setting must not be a silent default.
 fn refuse_unknown(command: &Command, names: &[String]) -> Result<(), Failure> {
     let known: Vec<String> = variables(command).into_iter().map(|(_, name)| name).collect();
-    let ours = names.iter().filter(|name| name.to_ascii_uppercase().starts_with(PREFIX));
-    for name in ours.filter(|name| !known.contains(name)) {
-        let nearest = known.iter().min_by_key(|known| distance(known, &name.to_ascii_uppercase()));
-        let nearest = nearest.map(|nearest| format!("; the nearest that is known is {nearest}"));
-        return Err(Failure::usage(format!(
-            "the variable {name} is not a setting of pg-outbox{}",
-            nearest.unwrap_or_default()
-        )));
-    }
-    Ok(())
+    let is_strange =
+        |name: &&String| name.to_ascii_uppercase().starts_with(PREFIX) && !known.contains(name);
+    let Some(name) = names.iter().find(is_strange) else { return Ok(()) };
+    let nearest = known.iter().min_by_key(|known| distance(known, &name.to_ascii_uppercase()));
+    let nearest = nearest.map(|nearest| format!("; the nearest that is known is {nearest}"));
+    Err(Failure::usage(format!(
+        "the variable {name} is not a setting of pg-outbox{}",
+        nearest.unwrap_or_default()
+    )))
 }
 
 /// How many letters have to be changed, added or removed.

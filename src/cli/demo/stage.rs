@@ -288,7 +288,7 @@ fn get(addr: SocketAddr, path: &str) -> std::io::Result<String> {
     let mut text = String::new();
     stream.read_to_string(&mut text)?;
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
-    if !head.split_whitespace().nth(1).is_some_and(|status| status == "200") {
+    if head.split_whitespace().nth(1) != Some("200") {
         return Err(std::io::Error::other(body.trim().to_owned()));
     }
     Ok(body.to_owned())
