@@ -192,6 +192,35 @@ fn a_slow_destination_does_not_slow_the_others() {
 }
 
 #[test]
+fn a_probe_that_finds_no_event_does_not_wait_for_a_busy_worker() {
+    let db = Database::create();
+    let broker = ScriptedBroker::new();
+    let gone = PublishError::transient("no route").destination();
+    broker.fail_always(|event| event.aggregate_type == "gone", gone);
+    append_each(&db, "gone", 1);
+    let (gate, closed) = crossbeam_channel::bounded::<()>(0);
+    broker.on_publish(move |wave| {
+        if wave.iter().any(|event| event.aggregate_type == "slow") {
+            let _ = closed.recv();
+        }
+    });
+    let _relay = start(&db, config("relay-a").workers(2), &broker);
+    eventually("it is paused", SOON, || pause(&db).0 == ["gone"]);
+    let put_off =
+        "UPDATE outbox.outbox SET next_attempt_at = now() + interval '1 h' WHERE locked_by IS NULL";
+    eventually("its event is put off", SOON, || db.client().execute(put_off, &[]).unwrap() == 1);
+    append_each(&db, "slow", 1);
+    eventually("a worker is busy", SOON, || {
+        db.count("aggregate_type = 'slow' AND locked_by IS NOT NULL") == 1
+    });
+    for _ in 0..3 {
+        time_healthy(&db, &broker, 5);
+    }
+    assert!(payloads(&broker, "slow").is_empty());
+    drop(gate);
+}
+
+#[test]
 fn a_broker_that_asks_for_time_gets_it() {
     const ASKED: Duration = Duration::from_secs(120);
     let db = Database::create();
