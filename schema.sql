@@ -4,14 +4,21 @@
 -- transaction and under a lock. The name of the schema stands only between quotes ("outbox" as an identifier,
 -- 'outbox' as a string), which is what is replaced.
 
-CREATE SCHEMA IF NOT EXISTS "outbox";
-COMMENT ON SCHEMA "outbox" IS 'pg-outbox: events that a relay publishes to a broker';
+-- A schema that is there already may belong to somebody else, and its comment with it.
+DO $body$
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_catalog.pg_namespace WHERE nspname = 'outbox') THEN
+        CREATE SCHEMA "outbox";
+        COMMENT ON SCHEMA "outbox" IS 'pg-outbox: events that a relay publishes to a broker';
+    END IF;
+END $body$;
 
 CREATE TABLE "outbox".outbox_schema (
     version     integer     NOT NULL PRIMARY KEY,
     migrated_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 COMMENT ON TABLE "outbox".outbox_schema IS 'One row for each schema version that was installed; the highest is in force';
+COMMENT ON INDEX "outbox".outbox_schema_pkey IS 'A version is installed once';
 COMMENT ON COLUMN "outbox".outbox_schema.version IS 'Schema version';
 COMMENT ON COLUMN "outbox".outbox_schema.migrated_at IS 'When it was installed';
 
@@ -118,6 +125,8 @@ CREATE INDEX outbox_waiting ON "outbox".outbox (next_attempt_at, id) WHERE statu
 COMMENT ON INDEX "outbox".outbox_waiting IS 'Retries, requeues and delayed events in the order in which they become due';
 
 CREATE INDEX outbox_dead ON "outbox".outbox (aggregate_key, id) WHERE status = 'dead';
+COMMENT ON INDEX "outbox".outbox_pkey IS 'The order of events';
+COMMENT ON INDEX "outbox".outbox_event_id_key IS 'An event id is there once';
 COMMENT ON INDEX "outbox".outbox_dead IS 'Dead letters, and the aggregates that they hold';
 
 -- The payload as text where it is text, for people.
@@ -137,6 +146,21 @@ SELECT id, event_id, aggregate_type, aggregate_id, event_type, status,
        created_at, not_before, published_at, died_at, discarded_at, discard_note
   FROM "outbox".outbox;
 COMMENT ON VIEW "outbox".outbox_events IS 'Events for people: the payload as text where it is text';
+COMMENT ON COLUMN "outbox".outbox_events.payload_text IS 'The payload as text; NULL where it is none';
+COMMENT ON COLUMN "outbox".outbox_events.payload_bytes IS 'The length of the payload';
+-- The other columns say what they say in the table.
+DO $body$
+DECLARE
+    shared record;
+BEGIN
+    FOR shared IN
+        SELECT v.attname AS name, col_description(t.attrelid, t.attnum) AS comment
+          FROM pg_attribute AS v JOIN pg_attribute AS t ON t.attname = v.attname
+         WHERE v.attrelid = '"outbox".outbox_events'::regclass AND t.attrelid = '"outbox".outbox'::regclass AND t.attnum > 0
+    LOOP
+        EXECUTE format('COMMENT ON COLUMN "outbox".outbox_events.%I IS %L', shared.name, shared.comment);
+    END LOOP;
+END $body$;
 
 -- ---------------------------------------------------------------------------------------------------- relays
 
@@ -155,6 +179,7 @@ CREATE TABLE "outbox".outbox_relay (
     PRIMARY KEY (relay_id, worker)
 ) WITH (fillfactor = 30, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500);
 COMMENT ON TABLE "outbox".outbox_relay IS 'What each thread of each relay says of itself, and its counters, which are written with what they count';
+COMMENT ON INDEX "outbox".outbox_relay_pkey IS 'A row for each thread';
 COMMENT ON COLUMN "outbox".outbox_relay.relay_id IS 'The relay, stable across restarts';
 COMMENT ON COLUMN "outbox".outbox_relay.worker IS 'Its thread: 0 claims, 1 and up publish. A row each, so that they never wait for each other';
 COMMENT ON COLUMN "outbox".outbox_relay.started_at IS 'When the thread last started';
@@ -172,6 +197,7 @@ CREATE TABLE "outbox".outbox_wakeup (
     until    timestamptz NOT NULL
 ) WITH (fillfactor = 30, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 100);
 COMMENT ON TABLE "outbox".outbox_wakeup IS 'Idle relays that want a NOTIFY; writers send none while it is empty, because a NOTIFY serialises commits';
+COMMENT ON INDEX "outbox".outbox_wakeup_pkey IS 'A row for each relay';
 COMMENT ON COLUMN "outbox".outbox_wakeup.relay_id IS 'The relay that sleeps';
 COMMENT ON COLUMN "outbox".outbox_wakeup.until IS 'Until when it wants one, so that a killed relay costs the writers nothing for long';
 
@@ -209,6 +235,19 @@ SELECT unfinished.pending_rows, unfinished.retrying_rows, unfinished.leased_rows
                coalesce(sum(lease_lost), 0)::bigint AS lease_lost_total
           FROM "outbox".outbox_relay) AS counters;
 COMMENT ON VIEW "outbox".outbox_metrics IS 'The metrics, read from the tables';
+COMMENT ON COLUMN "outbox".outbox_metrics.pending_rows IS 'Events not yet published';
+COMMENT ON COLUMN "outbox".outbox_metrics.retrying_rows IS 'Pending events that have failed';
+COMMENT ON COLUMN "outbox".outbox_metrics.leased_rows IS 'Pending events that a relay holds';
+COMMENT ON COLUMN "outbox".outbox_metrics.held_rows IS 'Pending events behind a dead one of their aggregate';
+COMMENT ON COLUMN "outbox".outbox_metrics.dead_rows IS 'Events that wait for a person';
+COMMENT ON COLUMN "outbox".outbox_metrics.oldest_pending_age_seconds IS 'The lag; 0 while nothing is pending';
+COMMENT ON COLUMN "outbox".outbox_metrics.oldest_dead_age_seconds IS 'How long the first dead event has waited; 0 while none is dead';
+COMMENT ON COLUMN "outbox".outbox_metrics.relays_alive IS 'Relays all of whose threads made progress within 30 s';
+COMMENT ON COLUMN "outbox".outbox_metrics.relays_paused IS 'Living relays that paused a destination or the broker';
+COMMENT ON COLUMN "outbox".outbox_metrics.published_total IS 'Events marked as published, by all relays ever';
+COMMENT ON COLUMN "outbox".outbox_metrics.retried_total IS 'Failures that were to be retried';
+COMMENT ON COLUMN "outbox".outbox_metrics.dead_lettered_total IS 'Events marked as dead';
+COMMENT ON COLUMN "outbox".outbox_metrics.lease_lost_total IS 'Verdicts and renewals that came too late';
 
 -- ---------------------------------------------------------------------------------------------------- writers
 
@@ -231,7 +270,9 @@ COMMENT ON FUNCTION "outbox".outbox_new_event_id() IS 'A new version 7 UUID';
 -- is the order of commits. Locks are taken in one order, so that two calls for the same aggregates cannot deadlock.
 --
 -- The server's lock table has room for some thousands. A transaction that writes for more than 1,000 aggregates
--- therefore takes one lock for all instead: every writer holds the gate in shared mode, such a transaction alone.
+-- therefore takes one lock for all instead: every writer holds the gate in shared mode, such a transaction alone. One
+-- that comes to it by many calls holds it in shared mode already, so two such at once end in a deadlock, which the
+-- server resolves by failing one of them (40P01). One call for all of its events spares it that.
 CREATE FUNCTION "outbox".outbox_lock_aggregates(aggregate_types text[], aggregate_ids text[]) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
@@ -249,13 +290,17 @@ BEGIN
           INTO keys FROM unnest(aggregate_types, aggregate_ids) AS a (type, id);
     END IF;
     IF keys IS NULL THEN RETURN; END IF;
-    spent := spent + cardinality(keys);
-    IF spent > most THEN
-        -- Calls for an aggregate that is locked already were counted as well: look at what is really held.
-        SELECT count(*) + cardinality(keys) INTO spent
-          FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory' AND classid = aggregates::oid AND objsubid = 2;
+    IF spent <= most THEN
+        spent := spent + cardinality(keys);
+        IF spent > most THEN
+            -- Calls for an aggregate that is locked already were counted as well: look at what is really held. Unless
+            -- that leaves some room, every further call would have to look, which is not cheap.
+            SELECT count(*) + cardinality(keys) INTO spent
+              FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory' AND classid = aggregates::oid AND objsubid = 2;
+            IF spent > most - 100 THEN spent := most + 1; END IF;
+        END IF;
+        PERFORM set_config('pg_outbox.locks', spent::text, true);
     END IF;
-    PERFORM set_config('pg_outbox.locks', spent::text, true);
     IF spent > most THEN
         PERFORM pg_advisory_xact_lock(gates, salt);
         RETURN;
@@ -277,9 +322,17 @@ CREATE FUNCTION "outbox".outbox_append_all(
     not_befores timestamptz[] DEFAULT NULL) RETURNS uuid[]
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
+    events      CONSTANT integer := cardinality(aggregate_ids);
     appended_at timestamptz;
     ids         uuid[];
 BEGIN
+    IF (events = ALL (ARRAY[cardinality(aggregate_types), cardinality(event_types), cardinality(payloads),
+                            coalesce(cardinality(content_types), events), coalesce(cardinality(headers), events),
+                            coalesce(cardinality(event_ids), events), coalesce(cardinality(not_befores), events)])) IS NOT TRUE THEN
+        RAISE EXCEPTION 'every array must have as many entries as aggregate_ids; only content_types, headers, event_ids and '
+            'not_befores may be NULL'
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
     IF EXISTS (SELECT FROM unnest(aggregate_types || aggregate_ids || event_types || content_types) AS name
                 WHERE name ~ E'[\\x01-\\x1f\\x7f]') THEN
         RAISE EXCEPTION 'names have a control character: aggregate type, aggregate id, event type and content type must have none'
@@ -294,7 +347,7 @@ BEGIN
     PERFORM "outbox".outbox_lock_aggregates(aggregate_types, aggregate_ids);
     appended_at := clock_timestamp();
     SELECT coalesce(array_agg(coalesce(event_ids[n], "outbox".outbox_new_event_id()) ORDER BY n), '{}')
-      INTO ids FROM generate_series(1, cardinality(aggregate_ids)) AS n;
+      INTO ids FROM generate_series(1, events) AS n;
     INSERT INTO "outbox".outbox (event_id, aggregate_type, aggregate_id, event_type, payload, content_type, headers,
                                  not_before, next_attempt_at, created_at)
     SELECT e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, e.payload,
@@ -319,7 +372,7 @@ CREATE FUNCTION "outbox".outbox_append(
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
     RETURN ("outbox".outbox_append_all(ARRAY[aggregate_type], ARRAY[aggregate_id], ARRAY[event_type], ARRAY[payload],
-        ARRAY[content_type], ARRAY[headers], ARRAY[event_id], ARRAY[not_before]))[1];
+        ARRAY[coalesce(content_type, 'application/octet-stream')], ARRAY[headers], ARRAY[event_id], ARRAY[not_before]))[1];
 END $body$;
 COMMENT ON FUNCTION "outbox".outbox_append(text, text, text, bytea, text, jsonb, uuid, timestamptz)
     IS 'Appends an event whose payload is bytes';
@@ -350,7 +403,17 @@ END $body$;
 COMMENT ON FUNCTION "outbox".outbox_append(text, text, text, text, text, jsonb, uuid, timestamptz)
     IS 'Appends an event whose payload is JSON in a string';
 
--- Nobody writes unless granted: see `pg-outbox migrate --help`.
-REVOKE ALL ON ALL FUNCTIONS IN SCHEMA "outbox" FROM PUBLIC;
+-- Nobody writes unless granted: see `pg-outbox migrate --help`. By name, because the schema may have functions of
+-- others as well.
+REVOKE ALL ON FUNCTION
+    "outbox".outbox_headers_ok(jsonb),
+    "outbox".outbox_text(bytea),
+    "outbox".outbox_new_event_id(),
+    "outbox".outbox_lock_aggregates(text[], text[]),
+    "outbox".outbox_append_all(text[], text[], text[], bytea[], text[], jsonb[], uuid[], timestamptz[]),
+    "outbox".outbox_append(text, text, text, bytea, text, jsonb, uuid, timestamptz),
+    "outbox".outbox_append(text, text, text, json, text, jsonb, uuid, timestamptz),
+    "outbox".outbox_append(text, text, text, text, text, jsonb, uuid, timestamptz)
+    FROM PUBLIC;
 
 INSERT INTO "outbox".outbox_schema (version) VALUES (1);

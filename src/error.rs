@@ -94,6 +94,19 @@ impl Error {
         }
     }
 
+    /// The driver's own error, where that is what is behind this one.
+    #[cfg(feature = "diesel")]
+    pub(crate) fn into_cause<E: StdError + 'static>(mut self) -> Result<E, Self> {
+        match self.0.source.take().map(|source| source.downcast::<E>()) {
+            Some(Ok(cause)) => Ok(*cause),
+            Some(Err(source)) => {
+                self.0.source = Some(source);
+                Err(self)
+            }
+            None => Err(self),
+        }
+    }
+
     pub(crate) fn thread_died(thread: &str, panic: &str) -> Self {
         let message =
             format!("the {thread} thread of the relay panicked ({panic}); the relay stopped");
@@ -135,7 +148,7 @@ impl Error {
         self.0.kind == Kind::ThreadDied
     }
 
-    /// The SQLSTATE of the database's answer, where there was one.
+    /// The SQLSTATE of the database's answer, where there was one. Diesel does not keep it; ask its error, the `source()`.
     pub fn sqlstate(&self) -> Option<&str> {
         let source = self.0.source.as_deref()?.downcast_ref::<postgres::Error>()?;
         source.code().map(|code| code.code())

@@ -66,6 +66,8 @@ pub mod append;
 pub mod config;
 mod error;
 mod event;
+#[cfg(feature = "cli")]
+pub mod http;
 pub mod metrics;
 mod moment;
 pub mod policy;

@@ -119,7 +119,7 @@ fn three_relays_and_a_broker_that_fails_at_random_keep_order_and_send_once() {
     let db = Database::create();
     let count = db.append_many(40, 25).len();
     let broker = ScriptedBroker::new();
-    let one_in = |n: u8| move |_: &pg_outbox::Event| fastrand::u8(..) % n == 0;
+    let one_in = |n: u8| move |_: &pg_outbox::Event| fastrand::u8(..).is_multiple_of(n);
     broker.fail_always(one_in(8), PublishError::transient("leader election"));
     broker.fail_always(one_in(100), PublishError::transient("throttled").destination());
     broker.fail_always(one_in(200), PublishError::transient("refused").broker());

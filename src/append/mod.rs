@@ -5,11 +5,14 @@
 //! events is the order of commits. All of this is done by SQL functions (see `schema.sql`), so that a writer in any language has
 //! the same rules; here is their typed face, in one round trip a call.
 
-use std::collections::BTreeMap;
+#[cfg(feature = "diesel")]
+pub mod diesel;
+
 use std::time::SystemTime;
 
 use postgres::Transaction;
-use postgres::types::{Json, ToSql, Type};
+use postgres::types::{ToSql, Type};
+use serde_json::{Map, Value};
 use uuid::Uuid;
 
 use crate::error::Error;
@@ -18,7 +21,8 @@ use crate::store::Schema;
 
 /// `$1` aggregate types, `$2` aggregate ids, `$3` event types, `$4` payloads, `$5` content types, `$6` headers, `$7` event ids
 /// (NULL: made by the database), `$8` times before which they must not go out (NULL: none). Returns the event ids.
-const APPEND: &str = r#"SELECT "outbox".outbox_append_all($1, $2, $3, $4, $5, $6, $7, $8)"#;
+const APPEND: &str =
+    r#"SELECT "outbox".outbox_append_all($1, $2, $3, $4, $5, $6, $7, $8) AS event_ids"#;
 
 /// Appends one event to the outbox in the schema `outbox` and returns its event id. Other schemas: [`Outbox`].
 ///
@@ -111,7 +115,7 @@ struct Columns<'a> {
     event_types: Vec<&'a str>,
     payloads: Vec<&'a [u8]>,
     content_types: Vec<&'a str>,
-    headers: Vec<Json<&'a BTreeMap<String, String>>>,
+    headers: Vec<Value>,
     event_ids: Vec<Option<Uuid>>,
     not_befores: Vec<Option<SystemTime>>,
 }
@@ -134,7 +138,7 @@ impl<'a> Columns<'a> {
             event_types: events.iter().map(|e| e.event_type.as_str()).collect(),
             payloads: events.iter().map(|e| e.payload.as_slice()).collect(),
             content_types: events.iter().map(|e| e.content_type.as_str()).collect(),
-            headers: events.iter().map(|e| Json(&e.headers)).collect(),
+            headers: events.iter().map(headers).collect(),
             event_ids: events.iter().map(|e| e.event_id).collect(),
             not_befores: events.iter().map(|e| e.not_before).collect(),
         })
@@ -152,4 +156,9 @@ impl<'a> Columns<'a> {
             (&self.not_befores, Type::TIMESTAMPTZ_ARRAY),
         ]
     }
+}
+
+fn headers(event: &NewEvent) -> Value {
+    let copy = |(name, value): (&String, &String)| (name.clone(), Value::from(value.as_str()));
+    Value::Object(event.headers.iter().map(copy).collect::<Map<_, _>>())
 }

@@ -21,6 +21,9 @@ const OLDEST_SERVER: i32 = 140_000;
 /// Namespace of the lock that migrations take: "outb" + 2, beside those of `schema.sql`.
 const LOCK: &str = "SELECT pg_advisory_xact_lock(1869968484, hashtext($1))";
 
+/// Functions and views are parsed when they are created; what others put into `public` must not be found then.
+const SEARCH_PATH: &str = "SET LOCAL search_path = pg_catalog, pg_temp;";
+
 const DOING: &str = "migrating the outbox";
 
 /// What a migration did.
@@ -54,7 +57,8 @@ pub fn migrate(client: &mut Client, schema: &Schema) -> Result<Migrated, Error> 
         .start()
         .map_err(failed)?;
     check_server(&mut transaction)?;
-    transaction.batch_execute("SET LOCAL lock_timeout = '60s'").map_err(failed)?;
+    let settings = format!("{SEARCH_PATH} SET LOCAL lock_timeout = '60s'");
+    transaction.batch_execute(&settings).map_err(failed)?;
     transaction.query_typed(LOCK, &[(&schema.name(), Type::TEXT)]).map_err(failed)?;
     let from = version(&mut transaction, schema)?;
     refuse_newer(schema, from)?;
@@ -70,7 +74,7 @@ pub fn migrate(client: &mut Client, schema: &Schema) -> Result<Migrated, Error> 
 /// Everything that [`migrate`] runs on a new database, for `psql`.
 pub fn migration_sql(schema: &Schema) -> String {
     let steps: String = MIGRATIONS.iter().map(|(_, sql)| schema.sql(sql)).collect();
-    format!("BEGIN;\n\n{steps}\nCOMMIT;\n")
+    format!("BEGIN;\n{SEARCH_PATH}\n\n{steps}\nCOMMIT;\n")
 }
 
 /// Checks that the outbox is there and of this version.

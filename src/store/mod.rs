@@ -6,6 +6,7 @@
 pub mod claim;
 pub mod dead_letters;
 mod event_ref;
+mod grants;
 pub mod lease;
 mod migrate;
 mod prune;
@@ -16,6 +17,7 @@ pub mod verdict;
 pub mod why;
 
 pub use event_ref::EventRef;
+pub use grants::{Grantee, grants};
 pub use migrate::{Migrated, SCHEMA_VERSION, check_schema, migrate, migration_sql};
 pub use prune::{PRUNE, PRUNE_BATCH, Pruned, prune};
 pub use session::{Session, Statement, is_pooled};
@@ -64,8 +66,14 @@ impl Schema {
     pub(crate) fn sql(&self, statement: &str) -> String {
         let identifier = format!("\"{}\"", self.name.replace('"', "\"\""));
         let literal = format!("'{}'", self.name.replace('\'', "''"));
+        // A name that has the quotes of a function's body in it would end the body.
+        let mut quotes = String::from("$body$");
+        while self.name.contains(&quotes) {
+            quotes.insert(1, 'a');
+        }
         // Through a token that no statement has, so that a name with quotes in it is not replaced twice.
         statement
+            .replace("$body$", &quotes)
             .replace("'outbox'", "\u{1}")
             .replace("\"outbox\"", &identifier)
             .replace('\u{1}', &literal)
@@ -89,6 +97,9 @@ mod tests {
             schema.sql("SELECT md5('outbox') FROM \"outbox\".outbox"),
             "SELECT md5('we\"ird ''outbox''') FROM \"we\"\"ird 'outbox'\".outbox"
         );
+        let schema = Schema::new("$body$ $abody$").expect("a name");
+        let body = schema.sql("AS $body$ SELECT FROM \"outbox\".outbox $body$");
+        assert_eq!(body, "AS $aabody$ SELECT FROM \"$body$ $abody$\".outbox $aabody$");
         assert!(Schema::new(&"x".repeat(64)).is_err());
         assert!(Schema::new("").is_err());
     }

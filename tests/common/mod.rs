@@ -7,9 +7,12 @@
 
 pub mod driver;
 pub mod postgres;
+pub mod process;
+pub mod rabbitmq;
 pub mod wait;
 
 pub use self::postgres::{Database, Server};
+pub use rabbitmq::{Delivery, Rabbit};
 pub use wait::eventually;
 
 /// Ends a test for which a server is missing: as a failure, with its name.

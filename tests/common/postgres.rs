@@ -1,8 +1,6 @@
 //! PostgreSQL for tests: a database each, and servers that may be stopped, killed and frozen.
 
-use std::ffi::OsStr;
 use std::fs;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,6 +10,7 @@ use pg_outbox::{NewEvent, Schema};
 use postgres::{Client, NoTls};
 use uuid::Uuid;
 
+use super::process::{Nest, children, find, free_port, is_root, run, signal};
 use super::wait::eventually;
 
 const START: Duration = Duration::from_secs(60);
@@ -173,30 +172,44 @@ fn with_database(url: &str, name: &str) -> String {
     format!("{base}/{name}{separator}{query}")
 }
 
-/// A server of one test's own, killed with it.
+/// Ends the server whose process id is in the file `pid`, frozen or not. The postmaster gets the chance to remove its
+/// shared memory.
+const ENDING: &str = r#"
+read -r pid < pid || exit
+kill -s CONT "$pid" $(grep -ls "^PPid:[[:space:]]*$pid\$" /proc/[0-9]*/status | cut -d/ -f3)
+kill -s QUIT "$pid"
+for _ in $(seq 100); do kill -s 0 "$pid" && sleep 0.05 || exit; done
+kill -s KILL "$pid"
+"#;
+
+/// A server of one test's own, which ends with it.
 pub struct Server {
-    directory: PathBuf,
     binaries: PathBuf,
     port: u16,
     process: Option<Child>,
+    nest: Nest,
 }
 
 impl Server {
     /// A new cluster on a random port, without durability: a test that kills it relies on the kernel's page cache.
     pub fn start() -> Self {
-        let binaries = find_binaries();
-        let directory = std::env::temp_dir().join(format!("pg-outbox-test-{}", fastrand::u64(..)));
-        fs::create_dir(&directory).expect("a temporary folder");
-        let mut server = Self { directory, binaries, port: free_port(), process: None };
+        let nest = Nest::new("postgres", ENDING);
+        let mut server = Self { binaries: find_binaries(), port: free_port(), process: None, nest };
         if is_root() {
-            run(Command::new("chown").arg("postgres:postgres").arg(&server.directory));
+            run(Command::new("chown").arg("postgres:postgres").arg(server.nest.folder()));
         }
-        let data = server.directory.join("data");
-        let mut initdb = server.command("initdb");
-        initdb
-            .args(["-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C", "-N", "-D"])
-            .arg(data);
-        run(&mut initdb);
+        run(server.command("initdb").args([
+            "-A",
+            "trust",
+            "-U",
+            "postgres",
+            "-E",
+            "UTF8",
+            "--locale=C",
+            "-N",
+            "-D",
+            "data",
+        ]));
         server.start_again();
         server
     }
@@ -210,12 +223,17 @@ impl Server {
         self.port
     }
 
+    /// Where it lives until it ends.
+    pub fn folder(&self) -> &Path {
+        self.nest.folder()
+    }
+
     /// Starts it and waits until it answers.
     pub fn start_again(&mut self) {
-        let log = fs::File::options().append(true).create(true).open(self.directory.join("log"));
-        let log = log.expect("the log can be written");
+        assert!(self.process.is_none(), "the server is running");
+        let log = self.nest.log();
         let mut command = self.command("postgres");
-        command.arg("-D").arg(self.directory.join("data")).args(["-p", &self.port.to_string()]);
+        command.args(["-D", "data", "-p", &self.port.to_string()]);
         for setting in [
             "listen_addresses=127.0.0.1",
             "fsync=off",
@@ -226,11 +244,17 @@ impl Server {
         ] {
             command.args(["-c", setting]);
         }
-        command.arg("-c").arg(format!("unix_socket_directories={}", self.directory.display()));
+        command.arg("-c").arg(format!("unix_socket_directories={}", self.nest.folder().display()));
         command.stdout(log.try_clone().expect("a handle")).stderr(log).stdin(Stdio::null());
-        self.process = Some(command.spawn().expect("the server can be started"));
+        let process = self.process.insert(command.spawn().expect("the server can be started"));
+        self.nest.write("pid", &format!("{}\n", process.id()));
         let url = self.url("postgres");
-        eventually("the server answers", START, || Client::connect(&url, NoTls).is_ok());
+        eventually("the server answers", START, || {
+            let process = self.process.as_mut().expect("it was started");
+            let ended = process.try_wait().expect("a child");
+            assert!(ended.is_none(), "PostgreSQL ended at once: {}", self.nest.log_tail());
+            Client::connect(&url, NoTls).is_ok()
+        });
     }
 
     /// Stops it at once, as a crash does, and waits until it is gone.
@@ -238,7 +262,8 @@ impl Server {
         self.thaw();
         if let Some(mut process) = self.process.take() {
             signal(process.id(), "QUIT");
-            let _ = process.wait();
+            process.wait().expect("a child");
+            self.nest.write("pid", "");
         }
     }
 
@@ -250,7 +275,7 @@ impl Server {
 
     /// The postmaster's process id.
     pub fn pid(&self) -> u32 {
-        self.process.as_ref().map_or(0, Child::id)
+        self.process.as_ref().expect("the server is running").id()
     }
 
     /// Stops every process of the server from running, as a host that hangs does. Connections stay open.
@@ -263,11 +288,9 @@ impl Server {
     }
 
     fn signal_all(&self, name: &str) {
-        if self.process.is_some() {
-            let pid = self.pid();
-            for process in std::iter::once(pid).chain(children(pid)) {
-                signal(process, name);
-            }
+        if let Some(process) = &self.process {
+            let pid = process.id();
+            std::iter::once(pid).chain(children(pid)).for_each(|pid| signal(pid, name));
         }
     }
 
@@ -291,7 +314,7 @@ impl Server {
         } else {
             Command::new(program)
         };
-        command.current_dir(&self.directory).env_remove("LC_ALL");
+        command.current_dir(self.nest.folder()).env_remove("LC_ALL");
         command
     }
 }
@@ -299,62 +322,17 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.stop();
-        let _ = fs::remove_dir_all(&self.directory);
     }
 }
 
-pub fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    listener.local_addr().expect("an address").port()
-}
-
-pub fn is_root() -> bool {
-    fs::metadata("/proc/self").is_ok_and(|me| std::os::unix::fs::MetadataExt::uid(&me) == 0)
-}
-
-pub fn signal(pid: u32, name: &str) {
-    let _ = Command::new("kill")
-        .arg(format!("-{name}"))
-        .arg(pid.to_string())
-        .stderr(Stdio::null())
-        .status();
-}
-
-fn children(parent: u32) -> Vec<u32> {
-    let parent = format!("PPid:\t{parent}");
-    let processes = fs::read_dir("/proc").expect("/proc").flatten();
-    let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    let is_child = |pid: &u32| {
-        fs::read_to_string(format!("/proc/{pid}/status"))
-            .is_ok_and(|status| status.lines().any(|line| line == parent))
-    };
-    pids.filter(is_child).collect()
-}
-
-fn run(command: &mut Command) {
-    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
-}
-
 fn find_binaries() -> PathBuf {
-    let mut places: Vec<PathBuf> =
-        std::env::var_os("PGBIN").map(PathBuf::from).into_iter().collect();
     let mut installed: Vec<PathBuf> = fs::read_dir("/usr/lib/postgresql")
         .map(|entries| entries.flatten().map(|entry| entry.path().join("bin")).collect())
         .unwrap_or_default();
     installed.sort();
-    places.extend(installed.into_iter().rev());
-    places.extend(
-        std::env::var_os("PATH")
-            .as_deref()
-            .map(OsStr::to_owned)
-            .iter()
-            .flat_map(std::env::split_paths),
-    );
-    let has_server = |place: &PathBuf| {
-        ["initdb", "postgres"].iter().all(|name| Path::new(&place.join(name)).exists())
-    };
-    places.into_iter().find(has_server).unwrap_or_else(|| {
+    let first = std::env::var_os("PGBIN").map(PathBuf::from);
+    let places = first.into_iter().chain(installed.into_iter().rev()).collect();
+    find(places, &["initdb", "postgres"]).unwrap_or_else(|| {
         super::missing(
             "PostgreSQL server",
             "install postgresql, or set PGBIN to the folder that has initdb and postgres",

@@ -11,7 +11,7 @@ use crate::policy::PublishError;
 #[derive(Debug, PartialEq)]
 pub(super) enum Fault {
     /// A payload was over the broker's `max_message_size`, which it names.
-    TooLarge { limit: Option<usize> },
+    TooLarge { limit: usize },
     /// The user may not publish with this routing key.
     RoutingKey(String, PublishError),
     /// Every event meets it, until the broker or its set-up is mended.
@@ -38,9 +38,10 @@ pub(super) fn fault(config: &RabbitMqConfig, error: &Error) -> Fault {
             }
             None => everyone("grant the user write permission on the exchange"),
         },
-        406 if text.to_lowercase().contains("message size") => {
-            Fault::TooLarge { limit: last_number(&text) }
-        }
+        406 if text.contains("message size") => match last_number(&text) {
+            Some(limit) => Fault::TooLarge { limit },
+            None => Fault::Unknown(format!("RabbitMQ closed the channel: {text} (406)")),
+        },
         406 if text.to_lowercase().contains("disk") => {
             everyone("the broker is short of disk space")
         }
@@ -139,14 +140,10 @@ pub(super) fn unroutable(
 }
 
 /// The payload is over the broker's limit.
-pub(super) fn too_large(event: &Event, limit: Option<usize>) -> PublishError {
+pub(super) fn too_large(event: &Event, limit: usize) -> PublishError {
     let size = event.payload.len();
-    let limit = limit.map_or_else(
-        || "limit, which it did not name".into(),
-        |limit| format!("limit of {limit} bytes"),
-    );
     PublishError::permanent(format!(
-        "the payload has {size} bytes, over the broker's {limit} (max_message_size); send a reference instead, or raise the limit and requeue"
+        "the payload has {size} bytes, over the broker's limit of {limit} bytes (max_message_size); send a reference instead, or raise the limit and requeue"
     ))
 }
 
@@ -242,7 +239,7 @@ mod tests {
     fn what_one_event_did_is_told_apart() {
         let size =
             "PRECONDITION_FAILED - message size 200001 is larger than configured max size 200000";
-        assert_eq!(fault(&config(), &refusal(406, size)), Fault::TooLarge { limit: Some(200_000) });
+        assert_eq!(fault(&config(), &refusal(406, size)), Fault::TooLarge { limit: 200_000 });
         let topic = "ACCESS_REFUSED - access to topic 'a.b' in exchange 'x' in vhost '/' refused for user 'u'";
         let Fault::RoutingKey(key, error) = fault(&config(), &refusal(403, topic)) else {
             panic!("no key")

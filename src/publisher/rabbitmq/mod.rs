@@ -210,32 +210,19 @@ impl RabbitMqPublisher {
         outcomes: &mut Outcomes,
     ) -> Result<(), PublishError> {
         let alone = open.len() == 1;
-        let mut blame = |is_culprit: &dyn Fn(&Slot) -> bool,
-                         error: &dyn Fn(&Slot) -> PublishError,
-                         cause: &str| {
-            let first = open.iter().position(|slot| is_culprit(slot)).unwrap_or(open.len());
-            for (place, slot) in open.iter().enumerate() {
-                if is_culprit(slot) {
-                    outcomes.failed(slot.index, error(slot));
-                } else if place < first {
-                    outcomes.failed(slot.index, classify::bystander(cause).in_doubt());
-                }
-            }
-        };
         match fault {
-            Fault::TooLarge { limit } if alone || limit.is_some() => {
-                link.limit = limit;
-                let over = |slot: &Slot| {
-                    alone || limit.is_some_and(|limit| wave[slot.index].payload.len() > limit)
-                };
-                blame(
-                    &over,
-                    &|slot| classify::too_large(&wave[slot.index], limit),
-                    "a payload over the broker's limit",
-                );
+            Fault::TooLarge { limit } => {
+                link.limit = Some(limit);
+                blame(open, outcomes, "a payload over the broker's limit", |slot| {
+                    let event = &wave[slot.index];
+                    let over = alone || event.payload.len() > limit;
+                    over.then(|| classify::too_large(event, limit))
+                });
             }
             Fault::RoutingKey(key, error) => {
-                blame(&|slot| slot.key == key, &|_| error.clone(), error.reason());
+                blame(open, outcomes, error.reason(), |slot| {
+                    (slot.key == key).then(|| error.clone())
+                });
             }
             Fault::Everyone(error) => {
                 let certain = alone && channel_only;
@@ -246,14 +233,32 @@ impl RabbitMqPublisher {
                 return Err(error);
             }
             Fault::Unknown(reason) if alone => {
-                blame(&|_| true, &|_| PublishError::unexplained(&reason).in_doubt(), &reason);
+                outcomes.failed(open[0].index, PublishError::unexplained(reason).in_doubt());
             }
-            unknown => {
+            Fault::Unknown(reason) => {
                 self.one_by_one = ONE_BY_ONE;
-                blame(&|_| false, &|_| classify::bystander(""), &format!("{unknown:?}"));
+                blame(open, outcomes, &reason, |_| None);
             }
         }
         Ok(())
+    }
+}
+
+/// Fails the culprits, and puts in doubt what was sent before the first of them (everything, if there is none).
+fn blame(
+    open: &[&Slot],
+    outcomes: &mut Outcomes,
+    cause: &str,
+    error: impl Fn(&Slot) -> Option<PublishError>,
+) {
+    let mut found = false;
+    for slot in open {
+        if let Some(error) = error(slot) {
+            found = true;
+            outcomes.failed(slot.index, error);
+        } else if !found {
+            outcomes.failed(slot.index, classify::bystander(cause).in_doubt());
+        }
     }
 }
 
@@ -285,7 +290,8 @@ impl Publisher for RabbitMqPublisher {
             Some(Ok(())) => Ok(()),
             Some(Err(error)) => Err(match classify::fault(&self.config, &error) {
                 Fault::Everyone(error) | Fault::RoutingKey(_, error) => error,
-                other => PublishError::transient(format!("RabbitMQ: {other:?}")).broker(),
+                Fault::Unknown(reason) => PublishError::transient(reason).broker(),
+                Fault::TooLarge { .. } => PublishError::transient(error.to_string()).broker(),
             }),
             None => {
                 Err(PublishError::transient("no answer from RabbitMQ before the deadline").broker())
@@ -304,7 +310,7 @@ impl fmt::Debug for RabbitMqPublisher {
 }
 
 fn check(event: &Event, limit: Option<usize>, frame_max: usize) -> Result<(), PublishError> {
-    if limit.is_some_and(|limit| event.payload.len() > limit) {
+    if let Some(limit) = limit.filter(|&limit| event.payload.len() > limit) {
         return Err(classify::too_large(event, limit));
     }
     flight::check_frame(event, frame_max)
@@ -318,7 +324,7 @@ fn next_batch(
     one_by_one: bool,
 ) -> Vec<usize> {
     let size = |index: &usize| wave[*index].payload.len();
-    match waiting.iter().copied().max_by_key(size) {
+    match waiting.iter().rev().copied().max_by_key(size) {
         Some(largest) if Some(size(&largest)) > proven => vec![largest],
         _ if one_by_one => waiting.into_iter().take(1).collect(),
         _ => waiting,
