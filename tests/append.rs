@@ -418,8 +418,8 @@ fn every_limit_by_name_from_sql() {
     let db = Database::create();
     let client = &mut db.client();
     let call = |args: &str| format!("SELECT outbox.outbox_append({args})");
-    let long = format!("repeat('é', 127) || 'xy'"); // 256 bytes
-    for value in ["''", long.as_str()] {
+    let long = "repeat('é', 127) || 'xy'"; // 256 bytes
+    for value in ["''", long] {
         for (args, name) in [
             (format!("{value}, '1', 't', '{{}}'"), "aggregate_type_has_1_to_255_bytes"),
             (format!("'o', {value}, 't', '{{}}'"), "aggregate_id_has_1_to_255_bytes"),
