@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use common::driver::*;
 use common::{Database, eventually};
 use pg_outbox::store::claim::{CLAIM, Request};
+use pg_outbox::store::verdict::Verdict;
 use pg_outbox::store::{Session, Statement};
 use pg_outbox::{NewEvent, PublishError, Schema, ScriptedBroker, append, append_all};
 use postgres::types::Type;
@@ -94,17 +95,27 @@ fn what_is_held_behind_a_dead_event_costs_a_claim_nothing() {
     let db = Database::create();
     db.execute("ALTER TABLE outbox.outbox SET (autovacuum_enabled = false)");
     let mut session = session(&db);
-    fill(&db, 500, "n::text", "pending");
-    let clean = [buffers(&mut session, &request()), buffers(&mut session, &with_fresh())];
+    // As many events in as many pages and index levels, once with nothing in the way and once all but 500 held. The walk
+    // begins where the held ones are.
+    let key = "SELECT hashtextextended('dead', hashtextextended('bulk', 0))";
+    let from_key: i64 = db.client().query_one(key, &[]).unwrap().get(0);
+    let walk = Request { from_key, ..request() };
+    let both = Request { from_key, ..with_fresh() };
+    fill(&db, 100_500, "n::text", "pending");
+    let clean = [buffers(&mut session, &walk), buffers(&mut session, &both)];
     db.execute("TRUNCATE outbox.outbox");
     fill(&db, 1, "'dead'", "dead");
     fill(&db, 100_000, "'dead'", "pending");
     fill(&db, 500, "n::text", "pending");
-    let held = [buffers(&mut session, &request()), buffers(&mut session, &with_fresh())];
+    let held = [buffers(&mut session, &walk), buffers(&mut session, &both)];
     for (clean, held) in clean.iter().zip(held) {
         assert!(held <= 2 * clean, "{held} buffers beside held events, {clean} without");
     }
-    assert_eq!(ids(&claim(&mut session, "relay-a", 1, &request())).len(), 100);
+    let claimed = claim(&mut session, "relay-a", 1, &Request { from_key: i64::MIN, ..walk });
+    assert_eq!(claimed.events.len(), 100);
+    let claimed = claim(&mut session, "relay-a", 2, &Request { from_key, ..request() });
+    assert!(claimed.events.len() >= 50, "{} events", claimed.events.len());
+    assert!(claimed.events.iter().all(|claimed| claimed.event.aggregate_id != "dead"));
 }
 
 fn append_sizes(db: &Database, sizes: &[usize]) {
@@ -133,10 +144,14 @@ fn a_batch_is_bounded_in_rows_and_in_bytes_before_it_leaves_the_database() {
     let db = Database::create();
     let mut session = common::driver::session(&db);
     db.append_many(3, 100);
-    let limited = claim(&mut session, "relay-a", 1, &Request { rows: 10, ..request() });
+    let two = claim(&mut session, "relay-a", 1, &Request { rows: 2, heads: 3, ..request() });
+    assert_eq!(two.events.len(), 2, "fewer rows than aggregates");
+    let released: Vec<_> = ids(&two).into_iter().map(|id| (id, false)).collect();
+    settle(&mut session, "relay-a", 1, &Verdict { released, ..Verdict::default() });
+    let limited = claim(&mut session, "relay-a", 2, &Request { rows: 10, ..request() });
     assert_eq!(limited.events.len(), 9, "three aggregates, three of each");
-    let limited = claim(&mut session, "relay-a", 2, &Request { rows: 2, heads: 3, ..request() });
-    assert!(limited.events.is_empty(), "leased in front of the others");
+    let rest = claim(&mut session, "relay-a", 3, &request());
+    assert!(rest.events.is_empty(), "leased in front of the others");
 }
 
 #[test]

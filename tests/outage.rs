@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use common::driver::*;
 use common::{Database, eventually};
-use pg_outbox::{NewEvent, PublishError, ScriptedBroker, append_all};
+use pg_outbox::{NewEvent, Policy, PublishError, ScriptedBroker, append_all};
 
 fn refused() -> PublishError {
     PublishError::transient("connection refused").broker()
@@ -162,8 +162,8 @@ fn old_failing_events_do_not_starve_new_ones() {
     let broker = ScriptedBroker::new();
     broker.fail_always(|event| event.aggregate_type == "failing", PublishError::transient("500"));
     let poll = Duration::from_millis(500);
-    let settings = config("relay-a").batch_size(50).poll_interval(poll).wake_ups(false);
-    let _relay = start(&db, settings, &broker);
+    let settings = config("relay-a").policy(Policy::default()).batch_size(50);
+    let _relay = start(&db, settings.poll_interval(poll).wake_ups(false), &broker);
     eventually("all have failed", SOON, || db.count("retry_since IS NULL") == 0);
     for _ in 0..2 {
         let took = time_healthy(&db, &broker, 100);
