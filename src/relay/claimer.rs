@@ -124,7 +124,9 @@ impl Claimer {
     /// Sends one event to find out whether the target answers again: a clean one, or a suspect where there is no other.
     fn probe(&mut self, target: Target) -> Result<Pass, Error> {
         for class in [Class::Clean, Class::Suspect, Class::LastChance] {
-            if class == Class::LastChance && !self.wait_until_alone() {
+            // Only for one that is there: a probe without an event must not wait for what others are publishing.
+            let is_last = class == Class::LastChance;
+            if is_last && !(self.cursors.has_last_chance() && self.wait_until_alone()) {
                 break;
             }
             let mut request = self.cursors.probe_request(class);

@@ -106,6 +106,11 @@ impl Cursors {
         Request { heads: 1, rows: 1, run: 1, ..self.request(class) }
     }
 
+    /// Whether a walk has met an event with its last chance.
+    pub(crate) fn has_last_chance(&self) -> bool {
+        self.last_chance_key.is_some()
+    }
+
     pub(crate) fn learn(&mut self, request: &Request, claim: &Claim) {
         if request.class == Class::Clean {
             self.wrapped = claim.next_key.is_none();
