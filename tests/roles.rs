@@ -238,7 +238,10 @@ fn a_relay_does_all_of_its_work_and_nothing_else() {
     let report = relay.join().unwrap();
     assert_eq!((report.published, report.retried, report.dead_lettered), (2, 1, 2));
 
-    denied_on(&db, &mut client, "outbox", &["SELECT", "UPDATE", "DELETE"]);
+    denied_on(&db, &mut client, "outbox", &["SELECT", "DELETE"]);
+    for column in ["payload", "headers", "event_type", "aggregate_id", "event_id", "created_at"] {
+        denied(&mut client, &format!("UPDATE outbox.outbox SET {column} = {column}"));
+    }
     denied_on(&db, &mut client, "outbox_relay", &["SELECT", "INSERT", "UPDATE"]);
     for view in ["outbox_schema", "outbox_events", "outbox_metrics"] {
         denied_on(&db, &mut client, view, &["SELECT"]);

@@ -27,10 +27,12 @@ GRANT EXECUTE ON FUNCTION
     TO "role";
 "#;
 
-/// Takes nothing; changes the catalogue only. A view calls its functions with the rights of whoever reads it, hence
-/// `outbox_text`.
+/// Takes nothing; changes the catalogue only. A relay updates what it and its operators settle, by column, so that it
+/// cannot change what was appended. A view calls its functions with the rights of whoever reads it, hence `outbox_text`.
 const RELAY: &str = r#"GRANT USAGE ON SCHEMA "outbox" TO "role";
-GRANT SELECT, UPDATE, DELETE ON "outbox".outbox TO "role";
+GRANT SELECT, DELETE ON "outbox".outbox TO "role";
+GRANT UPDATE (status, attempts, unexplained_failures, in_doubt, next_attempt_at, locked_by, lease_id, locked_until,
+    retry_since, last_error, published_at, died_at, discarded_at, discard_note) ON "outbox".outbox TO "role";
 GRANT SELECT, INSERT, UPDATE ON "outbox".outbox_relay TO "role";
 GRANT SELECT, INSERT, UPDATE, DELETE ON "outbox".outbox_wakeup TO "role";
 GRANT SELECT ON "outbox".outbox_schema, "outbox".outbox_events, "outbox".outbox_metrics TO "role";
