@@ -156,9 +156,10 @@ BEGIN
     FOR shared IN
         SELECT v.attname AS name, col_description(t.attrelid, t.attnum) AS comment
           FROM pg_attribute AS v JOIN pg_attribute AS t ON t.attname = v.attname
-         WHERE v.attrelid = '"outbox".outbox_events'::regclass AND t.attrelid = '"outbox".outbox'::regclass AND t.attnum > 0
+         WHERE v.attrelid = format('%I.outbox_events', 'outbox')::regclass
+           AND t.attrelid = format('%I.outbox', 'outbox')::regclass AND t.attnum > 0
     LOOP
-        EXECUTE format('COMMENT ON COLUMN "outbox".outbox_events.%I IS %L', shared.name, shared.comment);
+        EXECUTE format('COMMENT ON COLUMN %I.outbox_events.%I IS %L', 'outbox', shared.name, shared.comment);
     END LOOP;
 END $body$;
 
@@ -332,6 +333,9 @@ BEGIN
         RAISE EXCEPTION 'every array must have as many entries as aggregate_ids; only content_types, headers, event_ids and '
             'not_befores may be NULL'
             USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF array_position(aggregate_types, NULL) IS NOT NULL OR array_position(aggregate_ids, NULL) IS NOT NULL THEN
+        RAISE EXCEPTION 'aggregate type or aggregate id is NULL' USING ERRCODE = 'not_null_violation';
     END IF;
     IF EXISTS (SELECT FROM unnest(aggregate_types || aggregate_ids || event_types || content_types) AS name
                 WHERE name ~ E'[\\x01-\\x1f\\x7f]') THEN

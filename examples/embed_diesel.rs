@@ -2,6 +2,8 @@
 //!
 //! `DATABASE_URL=postgres://localhost/shop cargo run --features diesel --example embed_diesel`
 
+#![allow(missing_docs)] // of what table! writes
+
 use std::error::Error;
 
 use diesel::prelude::*;

@@ -8,6 +8,8 @@ use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Database, eventually};
@@ -158,6 +160,7 @@ fn killed_between_confirm_and_verdict_is_delivered_again_and_marked() {
     db.shift(LAPSE);
     let relay = Relay::new(config.unwrap(), db.factory(), move |_| publishers.publisher()).start();
     eventually("all are published", SOON, || db.count("status = 'published'") == 30);
+    assert_eq!(db.count("attempts = 2 AND unexplained_failures = 1"), 30);
     relay.stop();
     relay.join().unwrap();
     let again = broker.deliveries();
@@ -235,4 +238,37 @@ fn an_event_that_kills_its_process_dies_alone() {
 #[test]
 fn an_event_that_kills_its_process_dies_alone_beside_others() {
     poison(2, 40, 20);
+}
+
+/// One more failure kills it, so nothing may share the blame: no other event of the relay is in flight meanwhile.
+#[test]
+fn an_event_with_its_last_chance_is_published_alone() {
+    let db = Database::create();
+    db.append_many(40, 5);
+    let last = db.append("order", "suspect", "last chance", b"{}");
+    db.append_many(40, 5);
+    db.execute(&format!(
+        "UPDATE outbox.outbox SET unexplained_failures = 2 WHERE event_id = '{last}'"
+    ));
+    let broker = ScriptedBroker::new();
+    let (in_flight, company) = (AtomicUsize::new(0), Arc::new(AtomicUsize::new(0)));
+    let most = Arc::clone(&company);
+    broker.on_publish(move |wave| {
+        in_flight.fetch_add(wave.len(), Ordering::SeqCst);
+        let is_last = wave.iter().any(|event| event.event_type == "last chance");
+        for _ in 0..if is_last { 100 } else { 5 } {
+            if is_last {
+                most.fetch_max(in_flight.load(Ordering::SeqCst), Ordering::SeqCst);
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        in_flight.fetch_sub(wave.len(), Ordering::SeqCst);
+    });
+    let publishers = broker.clone();
+    let config = RelayConfig::builder("relay-a").workers(3).batch_size(20).build().unwrap();
+    let relay = Relay::new(config, db.factory(), move |_| publishers.publisher()).start();
+    eventually("all are published", SOON, || db.count("status = 'published'") == 401);
+    relay.stop();
+    relay.join().unwrap();
+    assert_eq!(company.load(Ordering::SeqCst), 1, "events in flight, this one included");
 }

@@ -517,6 +517,9 @@ fn a_frozen_broker_is_cut_at_the_deadline(rabbit: &Rabbit) {
     for result in &results {
         assert_failed(result, Transient, Broker, true, &["no confirm", "deadline"]);
     }
+    // A late confirm must not be taken for another event's: the connection is given up while it still stands.
+    assert!(format!("{publisher:?}").contains("connected: false"), "{publisher:?}");
+    eventually("the library's thread has ended", PATIENCE, || threads() < before.0);
     proxy.frozen.store(false, Ordering::SeqCst);
     assert_published(&publish(&mut publisher, &events(1..=9)));
     let arrived = ids(rabbit, "frozen");

@@ -1,14 +1,14 @@
 //! The writer's door for Diesel: the same SQL functions, through any connection of Diesel's to PostgreSQL.
 //!
 //! Diesel's transactions are closures on a connection, not a type, so what the `postgres` face does not compile, this one
-//! refuses when it runs: a call outside [`Connection::transaction`](::diesel::Connection::transaction) sends nothing.
+//! refuses when it runs: a call outside [`Connection::transaction`] sends nothing.
 //! A transaction that was begun by hand, with `BEGIN` as a query, is one that Diesel does not know of.
 //!
 //! # Errors and `?`
 //!
 //! The closure's error type must take Diesel's errors, and `?` on an append must give that type as well:
 //! - `E = `[`pg_outbox::Error`](Error): keeps every predicate. Diesel's errors become database errors.
-//! - `E = `[`diesel::result::Error`](::diesel::result::Error), or `QueryResult`: an error of the database is handed on as
+//! - `E = `[`::diesel::result::Error`], or `QueryResult`: an error of the database is handed on as
 //!   Diesel's own, so that a retry on `SerializationFailure` goes on working; any other, such as a broken limit, becomes
 //!   `SerializationError` with the [`Error`] in it, and `Error::from` takes it out again.
 //! - `E = Box<dyn Error + Send + Sync>` or `anyhow::Error`: takes both; downcast to [`Error`] for the predicates.

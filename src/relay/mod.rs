@@ -24,6 +24,7 @@ mod pause;
 mod stop;
 mod worker;
 
+use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -161,7 +162,11 @@ impl Relay {
     /// When the database has no outbox of this version, or a thread of the relay panicked. The loss of the database or
     /// the broker is no error: the relay waits for them.
     pub fn run(self) -> Result<RunReport, Error> {
-        if self.prepare()? { self.supervise() } else { Ok(RunReport::default()) }
+        match in_time(&self.shared, prepare) {
+            Some(Ok(true)) => self.supervise(),
+            Some(Ok(false)) | None => Ok(RunReport::default()),
+            Some(Err(error)) => Err(error),
+        }
     }
 
     /// Runs on a thread of its own.
@@ -169,21 +174,6 @@ impl Relay {
         let (stop, health) = (self.stop_handle(), self.health());
         let thread = thread::spawn(move || self.run());
         RunningRelay { stop, health, thread: Some(thread) }
-    }
-
-    /// Waits for a database with the right schema. False when asked to stop meanwhile.
-    fn prepare(&self) -> Result<bool, Error> {
-        let shared = &self.shared;
-        let mut link = Link::new(Arc::clone(shared), Arc::new(Progress::detached()));
-        let gave_up = |error: &Error| shared.stop.is_stopping() || !error.needs_new_session();
-        match link.until(gave_up, |session| store::check_schema(session.client(), &shared.schema)) {
-            Ok(()) => {
-                shared.health.set_database(None);
-                Ok(true)
-            }
-            Err(_) if shared.stop.is_stopping() => Ok(false),
-            Err(error) => Err(error),
-        }
     }
 
     fn supervise(self) -> Result<RunReport, Error> {
@@ -235,29 +225,59 @@ impl Relay {
     }
 }
 
-/// Tells the table that this relay has ended, so that it does not look dead. Best effort, within what is left of the
-/// time to stop: the database may be away.
+/// Waits for a database with the right schema. False when asked to stop meanwhile.
+fn prepare(shared: &Arc<Shared>) -> Result<bool, Error> {
+    let mut link = Link::new(Arc::clone(shared), Arc::new(Progress::detached()));
+    let gave_up = |error: &Error| shared.stop.is_stopping() || !error.needs_new_session();
+    match link.until(gave_up, |session| store::check_schema(session.client(), &shared.schema)) {
+        Ok(()) => {
+            shared.health.set_database(None);
+            Ok(true)
+        }
+        Err(_) if shared.stop.is_stopping() => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Tells the table that this relay has ended, so that it does not look dead. Best effort: the database may be away.
 fn sign_off(shared: &Arc<Shared>) {
     if shared.health.database().is_err() {
         return;
     }
-    let (done_tx, done) = bounded(1);
-    let ender = Arc::clone(shared);
-    thread::spawn(move || {
-        let mut link = Link::new(Arc::clone(&ender), Arc::new(Progress::detached()));
-        let signed_off = link.once(|session| {
-            relays::no_wake_up(session, &ender.config.relay_id)?;
-            relays::ended(session, &ender.config.relay_id, 0)
-        });
-        let _ = done_tx.send(signed_off);
+    let signed_off = in_time(shared, |shared| {
+        let mut link = Link::new(Arc::clone(shared), Arc::new(Progress::detached()));
+        link.once(|session| {
+            relays::no_wake_up(session, &shared.config.relay_id)?;
+            relays::ended(session, &shared.config.relay_id, 0)
+        })
     });
-    let deadline =
-        shared.stop.deadline(shared.config.shutdown_timeout).unwrap_or_else(Instant::now);
-    if let Ok(Err(error)) =
-        done.recv_deadline(deadline.max(Instant::now() + Duration::from_millis(100)))
-    {
+    if let Some(Err(error)) = signed_off {
         log::debug!("{error}");
     }
+}
+
+/// Runs a call on a thread of its own, since a database that hangs would keep it past any stop. `None` when the time to
+/// stop is over first.
+fn in_time<T: Send + 'static>(
+    shared: &Arc<Shared>,
+    call: impl FnOnce(&Arc<Shared>) -> Result<T, Error> + Send + 'static,
+) -> Option<Result<T, Error>> {
+    let (done_tx, done) = bounded(1);
+    let inner = Arc::clone(shared);
+    thread::spawn(move || {
+        let result = catch_unwind(AssertUnwindSafe(|| call(&inner)));
+        let died = |panic: Box<dyn Any + Send>| {
+            Err(Error::thread_died("supervisor", &panic_text(panic.as_ref())))
+        };
+        let _ = done_tx.send(result.unwrap_or_else(died));
+    });
+    crossbeam_channel::select! {
+        recv(done) -> result => return result.ok(),
+        recv(shared.stop.channel()) -> _ => {}
+    }
+    let deadline =
+        shared.stop.deadline(shared.config.shutdown_timeout).unwrap_or_else(Instant::now);
+    done.recv_deadline(deadline.max(Instant::now() + Duration::from_millis(100))).ok()
 }
 
 /// The relay's threads, and the news of their ends.
