@@ -284,12 +284,9 @@ DECLARE
     spent      integer := coalesce(nullif(current_setting('pg_outbox.locks', true), ''), '0')::integer;
     keys       integer[];
 BEGIN
-    IF cardinality(aggregate_ids) = 1 THEN
-        keys := ARRAY[hashint8extended(hashtextextended(aggregate_ids[1], hashtextextended(aggregate_types[1], 0)), salt)::bit(32)::integer];
-    ELSE
-        SELECT array_agg(DISTINCT hashint8extended(hashtextextended(a.id, hashtextextended(a.type, 0)), salt)::bit(32)::integer)
-          INTO keys FROM unnest(aggregate_types, aggregate_ids) AS a (type, id);
-    END IF;
+    -- unnest and not a subscript: an array need not begin at 1.
+    SELECT array_agg(DISTINCT hashint8extended(hashtextextended(a.id, hashtextextended(a.type, 0)), salt)::bit(32)::integer)
+      INTO keys FROM unnest(aggregate_types, aggregate_ids) AS a (type, id);
     IF keys IS NULL THEN RETURN; END IF;
     IF spent <= most THEN
         spent := spent + cardinality(keys);
@@ -307,11 +304,7 @@ BEGIN
         RETURN;
     END IF;
     PERFORM pg_advisory_xact_lock_shared(gates, salt);
-    IF cardinality(keys) = 1 THEN
-        PERFORM pg_advisory_xact_lock(aggregates, keys[1]);
-    ELSE
-        PERFORM pg_advisory_xact_lock(aggregates, k.key) FROM (SELECT unnest(keys) AS key ORDER BY 1) AS k;
-    END IF;
+    PERFORM pg_advisory_xact_lock(aggregates, k.key) FROM (SELECT unnest(keys) AS key ORDER BY 1) AS k;
 END $body$;
 COMMENT ON FUNCTION "outbox".outbox_lock_aggregates(text[], text[]) IS 'Serialises the writers of these aggregates until the transaction ends';
 
@@ -350,8 +343,8 @@ BEGIN
     -- Before any id is drawn.
     PERFORM "outbox".outbox_lock_aggregates(aggregate_types, aggregate_ids);
     appended_at := clock_timestamp();
-    SELECT coalesce(array_agg(coalesce(event_ids[n], "outbox".outbox_new_event_id()) ORDER BY n), '{}')
-      INTO ids FROM generate_series(1, events) AS n;
+    SELECT coalesce(array_agg(coalesce(e.given, "outbox".outbox_new_event_id()) ORDER BY e.n), '{}')
+      INTO ids FROM unnest(aggregate_ids, event_ids) WITH ORDINALITY AS e (aggregate_id, given, n);
     INSERT INTO "outbox".outbox (event_id, aggregate_type, aggregate_id, event_type, payload, content_type, headers,
                                  not_before, next_attempt_at, created_at)
     SELECT e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, e.payload,

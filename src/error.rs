@@ -73,19 +73,31 @@ impl Error {
         Self::new(Kind::Connect, format!("connecting to the database: {detail}"), Some(source))
     }
 
-    /// The same, for `append`: limits and duplicate ids are the caller's to mend and get their own kinds.
-    pub(crate) fn append(source: impl Into<BoxError>, code: Option<&str>) -> Self {
+    /// The same, for `append`: limits and duplicate ids are the caller's to mend and get their own kinds. `code` is the
+    /// SQLSTATE, `constraint` the name of the constraint that was broken.
+    pub(crate) fn append(
+        source: impl Into<BoxError>,
+        code: Option<&str>,
+        constraint: Option<&str>,
+    ) -> Self {
         let source = source.into();
         let detail = describe(source.as_ref());
-        match code {
-            Some("23505") => Self::new(
+        match (code, constraint) {
+            (Some("23505"), Some("outbox_event_id_key")) => Self::new(
                 Kind::DuplicateEventId,
                 "an event with this event id is in the outbox already; the transaction must be rolled back",
                 Some(source),
             ),
-            Some("22023" | "23514" | "22021" | "23502") => {
+            (Some("22023" | "23514" | "22021" | "22P05" | "23502"), _) => {
                 Self::new(Kind::InvalidEvent, detail, Some(source))
             }
+            (Some("42501"), _) => Self::new(
+                Kind::Database,
+                format!(
+                    "appending to the outbox: {detail}; grant it with `pg-outbox migrate --grant-writer ROLE`"
+                ),
+                Some(source),
+            ),
             _ => Self::new(
                 Kind::Database,
                 format!("appending to the outbox: {detail}"),

@@ -24,6 +24,8 @@ pub const MAX_HEADER_NAME_BYTES: usize = 255;
 pub const MAX_HEADERS_BYTES: usize = 16 * 1024;
 /// Largest payload, in bytes (64 MiB).
 pub const MAX_PAYLOAD_BYTES: usize = 64 * 1024 * 1024;
+/// From 1970 to the start of the year 9999.
+const YEAR_9999: Duration = Duration::from_secs(253_370_764_800);
 /// Header names that start with this belong to the relay; a caller's header may not.
 pub const RESERVED_HEADER_PREFIX: &str = "outbox-";
 
@@ -117,6 +119,12 @@ impl NewEvent {
                 )));
             }
             headers_bytes += name.len() + value.len();
+        }
+        // Beyond this the driver's arithmetic of times overflows.
+        if self.not_before.is_some_and(|time| time < UNIX_EPOCH || time > UNIX_EPOCH + YEAR_9999) {
+            return Err(Error::invalid_event(
+                "not before must be a time from the year 1970 to 9999",
+            ));
         }
         check_bytes("headers", headers_bytes, MAX_HEADERS_BYTES)?;
         check_bytes("payload", self.payload.len(), MAX_PAYLOAD_BYTES)
@@ -275,6 +283,10 @@ mod tests {
         assert!(error.contains("aggregate id is empty; 1 to 255"), "{error}");
         let error = NewEvent::new("order", "a\0b", "t", *b"").check().unwrap_err().to_string();
         assert!(error.contains("aggregate id has a control character"), "{error}");
+        let never = UNIX_EPOCH + Duration::from_secs(1 << 40);
+        let error = event().not_before(never).check().unwrap_err().to_string();
+        assert!(error.contains("the year 1970 to 9999"), "{error}");
+        assert!(event().not_before(SystemTime::now()).check().is_ok());
         let big = NewEvent::new("order", "1", "t", vec![0; MAX_PAYLOAD_BYTES + 1]);
         assert!(big.check().unwrap_err().to_string().contains("payload has 67108865 bytes"));
     }

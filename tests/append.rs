@@ -631,3 +631,33 @@ fn relays_are_woken_only_when_one_asked_for_it() {
     transaction.rollback().unwrap();
     assert_eq!(woken(&mut writer, 0), 0);
 }
+
+#[test]
+fn an_array_that_does_not_begin_at_one_is_like_any_other() {
+    let db = Database::create();
+    let own_id = Uuid::from_u128(7);
+    let mut first = db.client();
+    let mut open = first.transaction().unwrap();
+    let sql = "SELECT outbox.outbox_append_all('[7:7]={order}', '[7:7]={42}', '[7:7]={placed}',
+               ARRAY['x'::bytea], event_ids => ('[7:7]={' || $1::text || '}')::uuid[])";
+    let ids: Vec<Uuid> = open.query_one(sql, &[&own_id.to_string()]).unwrap().get(0);
+    assert_eq!(ids, [own_id]);
+    let mut second = db.client();
+    second.batch_execute("SET lock_timeout = '200ms'").unwrap();
+    let append = "SELECT outbox.outbox_append('order', '42', 'paid', '{}')";
+    let error = second.batch_execute(append).unwrap_err();
+    assert_eq!(error.code().unwrap().code(), "55P03", "the aggregate was not locked");
+    open.commit().unwrap();
+    second.batch_execute(append).unwrap();
+}
+
+#[test]
+fn a_clash_of_outbox_ids_is_no_duplicate_event_id() {
+    let db = Database::create();
+    db.append("order", "1", "placed", b"{}");
+    db.execute("SELECT setval(pg_get_serial_sequence('outbox.outbox', 'id'), 1, false)");
+    let mut client = db.client();
+    let mut transaction = client.transaction().unwrap();
+    let error = append(&mut transaction, &NewEvent::new("order", "1", "paid", "{}")).unwrap_err();
+    assert!(error.is_database() && !error.is_duplicate_event_id(), "{error}");
+}

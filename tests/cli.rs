@@ -208,7 +208,7 @@ fn migrate_grants() {
         database.client().query_one(&sql, &[&role]).unwrap().get::<_, bool>(0)
     };
     let append = "has_function_privilege($1, (SELECT oid FROM pg_proc WHERE proname = 'outbox_append_all'), 'EXECUTE')";
-    let settle = "has_table_privilege($1, 'outbox.outbox', 'UPDATE')";
+    let settle = "has_column_privilege($1, 'outbox.outbox', 'status', 'UPDATE')";
     let scrape = "has_table_privilege($1, 'outbox.outbox_metrics', 'SELECT')";
     let rights = |role: &str| [append, settle, scrape].map(|what| may(role, what));
     let found = [rights(writer), rights(relay), rights(monitor)];

@@ -148,7 +148,13 @@ fn append_error(error: DieselError) -> Error {
         DieselError::DatabaseError(DatabaseErrorKind::NotNullViolation, _) => Some("23502"),
         _ => None,
     };
-    Error::append(error, code)
+    let constraint = match &error {
+        DieselError::DatabaseError(_, information) => {
+            information.constraint_name().map(str::to_owned)
+        }
+        _ => None,
+    };
+    Error::append(error, code, constraint.as_deref())
 }
 
 /// For `conn.transaction::<_, pg_outbox::Error, _>(...)`. An [`Error`] that Diesel's carries comes out as it was.

@@ -98,14 +98,16 @@ impl Outbox {
         let rows = transaction.query_typed(&self.schema.sql(APPEND), &columns.params());
         let rows = rows.map_err(|error| {
             let code = error.code().map(|code| code.code().to_owned());
-            Error::append(error, code.as_deref())
+            let constraint =
+                error.as_db_error().and_then(|error| error.constraint()).map(str::to_owned);
+            Error::append(error, code.as_deref(), constraint.as_deref())
         })?;
         rows.first().map(|row| row.get(0)).ok_or_else(no_answer)
     }
 }
 
 fn no_answer() -> Error {
-    Error::append("the database returned no event id", None)
+    Error::append("the database returned no event id", None, None)
 }
 
 /// Events as the arrays that the SQL function takes.
