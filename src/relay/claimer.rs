@@ -195,13 +195,13 @@ impl Claimer {
             let is_stopping = self.shared.stop.is_stopping();
             if is_stopping
                 || batch.remaining() < self.shared.config.lease / 2
-                    && !self.renew(&mut batch, &mut verdict)
+                    && !self.shared.renew(&mut self.link, 0, &mut batch, &mut verdict)
             {
                 batch.release_all(&mut verdict);
             } else {
                 self.beat_if_due();
             }
-            self.write(batch.lease_id, &verdict);
+            self.shared.settle(&mut self.link, 0, batch.lease_id, &verdict);
             if batch.is_empty() {
                 if let Some(target) = &batch.probe {
                     self.shared.pauses.not_probed(target, Duration::ZERO);
@@ -209,37 +209,6 @@ impl Claimer {
                 self.shared.batch_is_settled();
                 return;
             }
-        }
-    }
-
-    fn renew(&mut self, batch: &mut Batch, verdict: &mut Verdict) -> bool {
-        let shared = Arc::clone(&self.shared);
-        let (ids, held_until) = (batch.ids(), batch.held_until());
-        let mut asked_at = Instant::now();
-        let gave_up = |_: &Error| shared.stop.is_stopping() || Instant::now() >= held_until;
-        let renewed = self.link.until(gave_up, |session| {
-            asked_at = Instant::now();
-            lease::renew(
-                session,
-                &shared.config.relay_id,
-                0,
-                batch.lease_id,
-                &ids,
-                shared.config.lease,
-            )
-        });
-        match renewed {
-            Ok(held) => {
-                batch.renewed(&held, asked_at, shared.config.lease, verdict);
-                true
-            }
-            Err(_) => false,
-        }
-    }
-
-    fn write(&mut self, lease_id: i64, verdict: &Verdict) {
-        if let Some(settled) = self.shared.settle(&mut self.link, 0, lease_id, verdict) {
-            self.shared.count(&settled);
         }
     }
 

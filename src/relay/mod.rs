@@ -21,30 +21,35 @@ mod janitor;
 mod link;
 mod listener;
 mod pause;
+mod report;
+mod settle;
 mod stop;
+mod threads;
 mod worker;
 
 use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
+use crossbeam_channel::{Receiver, Sender, bounded};
 use postgres::Client;
 
 pub use health::{Health, ThreadHealth};
+pub use report::RunReport;
 pub use stop::StopHandle;
 
 use crate::config::RelayConfig;
 use crate::error::{BoxError, Error};
 use crate::publisher::Publisher;
-use crate::store::verdict::Settled;
 use crate::store::{self, Schema, Session, relays};
 use health::Progress;
 use link::Link;
+use report::Totals;
+use threads::Threads;
 use worker::{Worker, panic_text};
 
 type Connect = dyn Fn() -> Result<Client, BoxError> + Send + Sync;
@@ -66,15 +71,6 @@ struct Shared {
     totals: Totals,
 }
 
-#[derive(Default)]
-struct Totals {
-    published: AtomicU64,
-    retried: AtomicU64,
-    dead_lettered: AtomicU64,
-    released: AtomicU64,
-    lease_lost: AtomicU64,
-}
-
 impl Shared {
     fn open_session(&self) -> Result<Session, Error> {
         let mut client = (self.connect)().map_err(Error::connect)?;
@@ -91,15 +87,6 @@ impl Shared {
 
     fn listens(&self) -> bool {
         self.is_listening.load(Ordering::Acquire)
-    }
-
-    fn count(&self, settled: &Settled) {
-        let add = |total: &AtomicU64, n| total.fetch_add(n, Ordering::Relaxed);
-        add(&self.totals.published, settled.published);
-        add(&self.totals.retried, settled.retried);
-        add(&self.totals.dead_lettered, settled.dead_lettered);
-        add(&self.totals.released, settled.released);
-        add(&self.totals.lease_lost, settled.lease_lost);
     }
 
     fn pause_changed(&self) {
@@ -280,81 +267,6 @@ fn in_time<T: Send + 'static>(
     done.recv_deadline(deadline.max(Instant::now() + Duration::from_millis(100))).ok()
 }
 
-/// The relay's threads, and the news of their ends.
-struct Threads<'a> {
-    shared: &'a Arc<Shared>,
-    running: usize,
-    ends_tx: Sender<(String, Option<String>)>,
-    ends: Receiver<(String, Option<String>)>,
-}
-
-impl<'a> Threads<'a> {
-    fn new(shared: &'a Arc<Shared>) -> Self {
-        let (ends_tx, ends) = unbounded();
-        Self { shared, running: 0, ends_tx, ends }
-    }
-
-    fn spawn(
-        &mut self,
-        name: &str,
-        body: impl FnOnce(&Arc<Shared>, &Arc<Progress>) + Send + 'static,
-    ) {
-        let config = &self.shared.config;
-        // A publish, a statement, a wait: no step takes longer, unless something hangs.
-        let patience = config.publish_timeout + config.heartbeat_interval + Duration::from_secs(30);
-        let patience = if name == "janitor" { patience + config.prune_interval } else { patience };
-        let progress = self.shared.health.thread(name, patience);
-        let (shared, ends, thread_name) =
-            (Arc::clone(self.shared), self.ends_tx.clone(), name.to_owned());
-        let run = move || {
-            let result = catch_unwind(AssertUnwindSafe(|| body(&shared, &progress)));
-            progress.ended();
-            let panic = result.err().map(|panic| panic_text(panic.as_ref()));
-            let _ = ends.send((thread_name, panic));
-        };
-        match thread::Builder::new().name(name.into()).spawn(run) {
-            Ok(_) => self.running += 1,
-            Err(error) => {
-                let _ = self
-                    .ends_tx
-                    .send((name.into(), Some(format!("it could not be started: {error}"))));
-                self.running += 1;
-            }
-        }
-    }
-
-    /// Waits until all have ended, or until a stop has taken too long. The first panic stops the others.
-    fn wait(mut self) -> Option<Error> {
-        let mut died = None;
-        while self.running > 0 {
-            let deadline = self.shared.stop.deadline(self.shared.config.shutdown_timeout);
-            let end = match deadline {
-                None => crossbeam_channel::select! {
-                    recv(self.ends) -> end => end.ok(),
-                    recv(self.shared.stop.channel()) -> _ => continue,
-                },
-                Some(deadline) => {
-                    self.ends.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
-                }
-            };
-            let Some((name, panic)) = end else {
-                log::error!(
-                    "{} threads did not end in time; their events come back when the leases lapse",
-                    self.running
-                );
-                break;
-            };
-            self.running -= 1;
-            if let Some(panic) = panic {
-                log::error!("the {name} thread panicked: {panic}");
-                died = died.or_else(|| Some(Error::thread_died(&name, &panic)));
-                self.shared.stop.stop();
-            }
-        }
-        died
-    }
-}
-
 impl fmt::Debug for Relay {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Relay").field("config", &self.shared.config).finish_non_exhaustive()
@@ -412,44 +324,5 @@ impl Drop for RunningRelay {
         if let Err(error) = self.join_thread() {
             log::error!("{error}");
         }
-    }
-}
-
-/// What a relay did while it ran.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct RunReport {
-    /// Events marked as published.
-    pub published: u64,
-    /// Failures that will be retried.
-    pub retried: u64,
-    /// Events marked as dead.
-    pub dead_lettered: u64,
-    /// Events given back without an attempt.
-    pub released: u64,
-    /// Verdicts and renewals that came too late.
-    pub lease_lost: u64,
-}
-
-impl Totals {
-    fn report(&self) -> RunReport {
-        let read = |total: &AtomicU64| total.load(Ordering::Relaxed);
-        RunReport {
-            published: read(&self.published),
-            retried: read(&self.retried),
-            dead_lettered: read(&self.dead_lettered),
-            released: read(&self.released),
-            lease_lost: read(&self.lease_lost),
-        }
-    }
-}
-
-impl fmt::Display for RunReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{} published, {} to be retried, {} dead, {} released, {} leases lost",
-            self.published, self.retried, self.dead_lettered, self.released, self.lease_lost
-        )
     }
 }

@@ -8,7 +8,6 @@ use std::any::Any;
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError};
@@ -21,8 +20,8 @@ use super::{MakePublisher, Shared};
 use crate::error::Error;
 use crate::policy::{Decision, FailureKind, FailureScope, History, PublishError};
 use crate::publisher::{Outcomes, Publisher};
-use crate::store::verdict::{Failure, Settled, Verdict};
-use crate::store::{lease, relays, verdict};
+use crate::store::relays;
+use crate::store::verdict::{Failure, Verdict};
 
 /// The metrics count a relay as alive for 30 s after its last beat; a publish must not hide it for longer.
 const LONGEST_SILENCE: Duration = Duration::from_secs(25);
@@ -137,43 +136,9 @@ impl Worker {
             return true;
         }
         self.settle(batch.lease_id, verdict);
-        let shared = Arc::clone(&self.shared);
-        let (number, ids, lease_id) = (self.number, batch.ids(), batch.lease_id);
-        let held_until = batch.held_until();
-        let mut asked_at = Instant::now();
-        let gave_up = |_: &Error| shared.stop.is_stopping() || Instant::now() >= held_until;
-        let renewed = self.link.until(gave_up, |session| {
-            asked_at = Instant::now();
-            lease::renew(
-                session,
-                &shared.config.relay_id,
-                number,
-                lease_id,
-                &ids,
-                shared.config.lease,
-            )
-        });
+        let secured = self.shared.renew(&mut self.link, self.number, batch, verdict);
         self.last_beat = Instant::now();
-        match renewed {
-            Ok(held) => {
-                let lost = ids.len() - held.len();
-                if lost > 0 {
-                    self.shared.count(&Settled { lease_lost: lost as u64, ..Settled::default() });
-                    log::warn!(
-                        "{lost} leases were lost before publishing; others have those events now"
-                    );
-                }
-                batch.renewed(&held, asked_at, shared.config.lease, verdict);
-                true
-            }
-            Err(error) => {
-                log::warn!(
-                    "{error}; {} events are released without having been published",
-                    ids.len()
-                );
-                false
-            }
-        }
+        secured
     }
 
     /// Calls the publisher. A panic in it is an unexplained failure of what had no outcome yet.
@@ -299,13 +264,10 @@ impl Worker {
         Failure { id: event.id, retry_in, unexplained, in_doubt: error.is_in_doubt(), reason }
     }
 
-    /// Writes a verdict and empties it. Tries for as long as it may make sense: the fence makes a late one harmless.
+    /// Writes a verdict and empties it.
     fn settle(&mut self, lease_id: i64, verdict: &mut Verdict) {
-        let written = self.shared.settle(&mut self.link, self.number, lease_id, verdict);
+        self.shared.settle(&mut self.link, self.number, lease_id, verdict);
         self.last_beat = Instant::now();
-        if let Some(settled) = written {
-            self.shared.count(&settled);
-        }
         *verdict = Verdict::default();
     }
 }
@@ -318,66 +280,5 @@ pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
         text.clone()
     } else {
         "with something that is no text".to_owned()
-    }
-}
-
-impl Shared {
-    /// Writes a verdict; `None` when there was nothing to write or it had to be given up, which is logged.
-    pub(super) fn settle(
-        &self,
-        link: &mut Link,
-        worker: i32,
-        lease_id: i64,
-        verdict: &Verdict,
-    ) -> Option<Settled> {
-        const MOST_REFUSALS: u32 = 5;
-        if verdict.is_empty() {
-            return None;
-        }
-        let (mut refusals, mut tries) = (0, 0);
-        let gave_up = |error: &Error| {
-            refusals += u32::from(!error.needs_new_session());
-            // A little earlier than the whole, so that the thread has ended when the time is up.
-            let deadline = self.stop.deadline(self.config.shutdown_timeout.mul_f64(0.9));
-            refusals >= MOST_REFUSALS || deadline.is_some_and(|deadline| Instant::now() >= deadline)
-        };
-        let written = link.until(gave_up, |session| {
-            tries += 1;
-            // When an answer was lost, the rows that no longer match were most likely settled by the first try.
-            let is_repeat = tries > 1;
-            let delete = self.config.delete_on_publish;
-            verdict::settle(
-                session,
-                &self.config.relay_id,
-                worker,
-                lease_id,
-                verdict,
-                delete,
-                is_repeat,
-            )
-        });
-        match written {
-            Ok(settled) => {
-                if settled.lease_lost > 0 {
-                    log::warn!(
-                        "{} verdicts came too late: others have those events now",
-                        settled.lease_lost
-                    );
-                }
-                Some(settled)
-            }
-            Err(error) => {
-                let events = verdict.len();
-                log::error!(
-                    "{error}; the verdicts of {events} events are lost, and they come back when their leases lapse"
-                );
-                None
-            }
-        }
-    }
-
-    pub(super) fn batch_is_settled(&self) {
-        self.in_flight.fetch_sub(1, Ordering::AcqRel);
-        let _ = self.settled.try_send(());
     }
 }
