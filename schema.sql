@@ -271,9 +271,10 @@ COMMENT ON FUNCTION "outbox".outbox_new_event_id() IS 'A new version 7 UUID';
 -- is the order of commits. Locks are taken in one order, so that two calls for the same aggregates cannot deadlock.
 --
 -- The server's lock table has room for some thousands. A transaction that writes for more than 1,000 aggregates
--- therefore takes one lock for all instead: every writer holds the gate in shared mode, such a transaction alone. One
--- that comes to it by many calls holds it in shared mode already, so two such at once end in a deadlock, which the
--- server resolves by failing one of them (40P01). One call for all of its events spares it that.
+-- therefore takes one lock for all instead: every writer holds the gate in shared mode, such a transaction alone. While
+-- it waits for those who were first, new writers wait behind it. A transaction that has appended before it comes to that
+-- point may meet one that waits for its aggregate in a deadlock, which the server resolves by failing one of them
+-- (40P01). One call for all of its events, as the first one of its transaction, spares it that.
 CREATE FUNCTION "outbox".outbox_lock_aggregates(aggregate_types text[], aggregate_ids text[]) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE

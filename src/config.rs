@@ -8,6 +8,9 @@ use crate::policy::Policy;
 /// The schema that is used where none is named.
 pub const DEFAULT_SCHEMA: &str = "outbox";
 
+/// A publish must not hide a heartbeat for longer than the metrics wait for one.
+pub(crate) const LONGEST_PUBLISH: Duration = Duration::from_secs(25);
+
 /// A checked set of settings. Made by [`RelayConfig::builder`].
 #[derive(Debug, Clone)]
 pub struct RelayConfig {
@@ -104,7 +107,7 @@ impl RelayConfigBuilder {
         /// How long a claim is good for unless it is renewed. Also how long the events of a killed relay
         /// wait. Must be longer than `publish_timeout` + `lease_margin`. Default: 30 s.
         lease: Duration;
-        /// Deadline of one call of the publisher. Default: 10 s.
+        /// Deadline of one call of the publisher; at most 25 s. Default: 10 s.
         publish_timeout: Duration;
         /// What must be left of the lease after a publish, to write its verdict. Default: 5 s.
         lease_margin: Duration;
@@ -168,6 +171,13 @@ impl RelayConfigBuilder {
                 "lease ({:?}) must be longer than publish_timeout ({:?}) + lease_margin ({:?}) = {needed:?}, \
                  or a publish could outlive its lease and another relay would send the event again",
                 config.lease, config.publish_timeout, config.lease_margin
+            ));
+        }
+        if config.publish_timeout > LONGEST_PUBLISH {
+            return refuse(format!(
+                "publish_timeout ({:?}) must be at most {LONGEST_PUBLISH:?}: a thread that publishes cannot beat, and the \
+                 metrics take a relay for dead that has not beaten for 30s",
+                config.publish_timeout
             ));
         }
         if config.shutdown_timeout <= config.publish_timeout {
@@ -283,6 +293,10 @@ mod tests {
             (
                 builder().only(vec!["a".into()]).except(vec!["b".into()]),
                 "only and except exclude each other",
+            ),
+            (
+                builder().publish_timeout(26 * SECOND).lease(60 * SECOND),
+                "publish_timeout (26s) must be at most 25s",
             ),
             (RelayConfig::builder(""), "relay_id (\"\") must have 1 to 255 bytes"),
             (builder().schema(&"x".repeat(64)), "must have 1 to 63 bytes"),

@@ -166,6 +166,13 @@ impl Error {
         source.code().map(|code| code.code())
     }
 
+    /// Whether the same statement may succeed later in the same session: a deadlock, a conflict, a lock or a statement
+    /// that took too long.
+    pub(crate) fn passes_by_itself(&self) -> bool {
+        self.sqlstate()
+            .is_some_and(|code| code.starts_with("40") || matches!(code, "55P03" | "57014"))
+    }
+
     /// Whether the session behind this error is of no more use: the connection is gone, the server is shutting
     /// down or out of sessions, or it has become read-only after a failover (25006).
     pub(crate) fn needs_new_session(&self) -> bool {

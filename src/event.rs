@@ -1,7 +1,8 @@
 //! What an event is: [`NewEvent`] on its way in, [`Event`] on its way out, and the limits of both.
 //!
-//! The limits are counted in bytes. They are checked here, before anything is sent, and once more by
-//! `CHECK` constraints in `schema.sql`, which hold for writers in other languages. Both name the limit.
+//! The limits are counted in bytes. They are checked here, before anything is sent, and once more in the
+//! database (lengths by `CHECK` constraints, characters and headers by the append functions of `schema.sql`), which holds for
+//! writers in other languages. Both name the limit.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

@@ -84,9 +84,9 @@ impl PublishError {
         self
     }
 
-    /// The broker asked not to be tried again for this long (`Retry-After`).
+    /// The broker asked not to be tried again for this long (`Retry-After`); more than a day counts as a day.
     pub fn retry_after(mut self, wait: Duration) -> Self {
-        self.retry_after = Some(wait);
+        self.retry_after = Some(wait.min(MAX_RETRY_AFTER));
         self
     }
 
@@ -122,6 +122,9 @@ impl PublishError {
         self.in_doubt
     }
 }
+
+/// Longest wait that a broker may ask for.
+pub const MAX_RETRY_AFTER: Duration = Duration::from_secs(24 * 3600);
 
 /// Longest reason that is kept, in bytes.
 pub const MAX_REASON_BYTES: usize = 2_000;
@@ -294,6 +297,12 @@ mod tests {
                 Decision::Dead => panic!("a transient failure killed"),
             }
         }
+    }
+
+    #[test]
+    fn no_broker_can_ask_for_ever() {
+        let error = PublishError::transient("503").retry_after(Duration::MAX);
+        assert_eq!(error.wait(), Some(MAX_RETRY_AFTER));
     }
 
     #[test]

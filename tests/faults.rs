@@ -246,3 +246,72 @@ fn a_verdict_that_meets_a_restart_is_written_once() {
     let report = relay.join().unwrap();
     assert_eq!((report.published, report.retried, report.lease_lost), (1, 1, 0));
 }
+
+/// The claimer must not take back what a worker still has the verdict of, although the lease has lapsed meanwhile.
+#[test]
+fn an_outage_longer_than_the_lease_spends_nothing() {
+    let mut server = Server::start();
+    let db = Database::create_on(&server);
+    let ids = db.append_many(20, 1);
+    let broker = ScriptedBroker::new();
+    let (called_tx, called) = std::sync::mpsc::channel();
+    let (answer, answer_rx) = std::sync::mpsc::channel::<()>();
+    let ends = std::sync::Mutex::new((called_tx, answer_rx));
+    broker.on_publish(move |_| {
+        let ends = ends.lock().unwrap();
+        let _ = ends.0.send(());
+        let _ = ends.1.recv();
+    });
+    let lease = Duration::from_secs(1);
+    let short = config("relay-a")
+        .lease(lease)
+        .publish_timeout(Duration::from_millis(400))
+        .lease_margin(Duration::from_millis(100));
+    let relay = start(&db, &broker, short);
+    called.recv_timeout(SOON).unwrap();
+    server.stop();
+    answer.send(()).unwrap();
+    drop(answer);
+    // No clock can be shifted while the database is away: the lease has to lapse.
+    std::thread::sleep(lease * 3);
+    server.start_again();
+    nothing_is_lost_or_spent(&db, &broker, &ids);
+    assert_eq!(broker.deliveries().len(), ids.len(), "each was sent once");
+    relay.stop();
+    assert_eq!(relay.join().unwrap().lease_lost, 0);
+}
+
+#[test]
+fn headers_that_cannot_be_read_stop_nothing() {
+    let db = Database::create();
+    let id = db.append("order", "1", "placed", b"{}");
+    db.execute(r#"UPDATE outbox.outbox SET headers = '{"x": 1e400}'"#);
+    let broker = ScriptedBroker::new();
+    let relay = start(&db, &broker, config("relay-a"));
+    eventually("it is published", SOON, || db.status_of(id) == "published");
+    relay.stop();
+    relay.join().unwrap();
+}
+
+#[test]
+fn nothing_is_claimed_by_a_relay_that_may_not_write_verdicts() {
+    let db = Database::create();
+    let id = db.append("order", "1", "placed", b"{}");
+    // As a role without the right to insert would find it.
+    db.execute(
+        "ALTER TABLE outbox.outbox_relay ADD CONSTRAINT nobody CHECK (relay_id <> 'relay-a')",
+    );
+    let broker = ScriptedBroker::new();
+    let relay = start(&db, &broker, config("relay-a"));
+    eventually("it has tried", SOON, || {
+        let sql = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '%started_at%'
+                      AND pid <> pg_backend_pid()";
+        db.client().query_one(sql, &[]).unwrap().get::<_, i64>(0) > 1
+    });
+    assert_eq!((column(&db, "attempts", id).as_str(), broker.calls()), ("0", 0));
+    db.execute("ALTER TABLE outbox.outbox_relay DROP CONSTRAINT nobody");
+    eventually("it is published", SOON, || db.status_of(id) == "published");
+    assert_eq!(column(&db, "unexplained_failures", id), "0");
+    relay.stop();
+    relay.join().unwrap();
+}

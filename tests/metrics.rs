@@ -10,7 +10,7 @@ use common::Database;
 use pg_outbox::Schema;
 use pg_outbox::metrics::Snapshot;
 use pg_outbox::store::dead_letters::{Filter, requeue};
-use pg_outbox::store::status::{Health, METRICS, SCRAPE_SETTINGS, scrape, status};
+use pg_outbox::store::status::{Condition, METRICS, SCRAPE_SETTINGS, scrape, status};
 use postgres::Client;
 
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -176,10 +176,10 @@ fn the_verdict_says_what_is_wrong() {
     let mut client = database.client();
     let mut verdict = |sql: &str| {
         run(&mut client, sql);
-        status(&mut client, &schema).expect("status").verdict()
+        status(&mut client, &schema).expect("status").assess()
     };
     let down = verdict("");
-    assert_eq!(down.health, Health::Down);
+    assert_eq!(down.condition, Condition::Down);
     assert!(down.to_string().starts_with("down: no relay is alive; nothing is pending"), "{down}");
     let healthy =
         verdict("INSERT INTO outbox.outbox_relay (relay_id, worker) VALUES ('relay-a', 0)");
@@ -207,7 +207,7 @@ fn the_verdict_says_what_is_wrong() {
         "{paused}"
     );
     let down = verdict("UPDATE outbox.outbox_relay SET heartbeat_at = NULL");
-    assert_eq!((down.health, down.reasons.len()), (Health::Down, 4), "{down}");
+    assert_eq!((down.condition, down.reasons.len()), (Condition::Down, 4), "{down}");
     assert!(down.reasons[0].contains("1 pending event waits"), "{down}");
 }
 

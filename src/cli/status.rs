@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::Duration;
 
-use pg_outbox::store::status::{Health, RelayRow, Status};
+use pg_outbox::store::status::{Condition, RelayRow, Status};
 use pg_outbox::store::{self};
 use pg_outbox::{Moment, rfc3339};
 use serde_json::{Value, json};
@@ -21,11 +21,15 @@ pub(crate) fn status(target: &Target, args: &StatusArgs) -> Result<Code, Failure
     let mut client = target.connect()?;
     loop {
         let status = store::status::status(&mut client, &schema)?;
-        let verdict = status.verdict();
+        let verdict = status.assess();
         let text = if args.json { format!("{}\n", as_json(&status)) } else { as_text(&status) };
         output::print(&text)?;
         if !args.watch {
-            return Ok(if verdict.health == Health::Healthy { Code::Ok } else { Code::Unhealthy });
+            return Ok(if verdict.condition == Condition::Healthy {
+                Code::Ok
+            } else {
+                Code::Unhealthy
+            });
         }
         thread::sleep(WATCH_INTERVAL);
     }
@@ -45,7 +49,7 @@ fn as_text(status: &Status) -> String {
         ["dead".into(), s.dead_rows.to_string(), oldest(s.dead_rows, s.oldest_dead_age_seconds)],
     ];
     let relays: Vec<_> = status.relays.iter().map(relay_cells).collect();
-    let mut text = format!("{}\n\n", output::line(&status.verdict().to_string()));
+    let mut text = format!("{}\n\n", output::line(&status.assess().to_string()));
     text.push_str(&output::table(["EVENTS", "", ""], &rows, 60));
     if relays.is_empty() {
         text.push_str("\nno relay has run yet\n");
@@ -95,7 +99,7 @@ pub(super) fn age(seconds: f64) -> String {
 }
 
 fn as_json(status: &Status) -> Value {
-    let (s, verdict) = (&status.snapshot, status.verdict());
+    let (s, verdict) = (&status.snapshot, status.assess());
     let relays: Vec<_> = status.relays.iter().map(|relay| {
         json!({
             "relay_id": relay.relay_id, "worker": relay.worker, "alive": relay.alive,
@@ -106,7 +110,7 @@ fn as_json(status: &Status) -> Value {
         })
     }).collect();
     json!({
-        "health": verdict.health.to_string(),
+        "health": verdict.condition.to_string(),
         "reasons": verdict.reasons,
         "metrics": {
             "pending_rows": s.pending_rows, "retrying_rows": s.retrying_rows, "leased_rows": s.leased_rows,

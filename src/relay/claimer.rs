@@ -27,6 +27,8 @@ const WAKE_UP_SPAN: Duration = Duration::from_secs(60);
 /// After so many good claims in a row a NOTIFY in each commit would slow writers for nothing.
 const BUSY: u32 = 16;
 const SLICE: Duration = Duration::from_millis(100);
+/// Longer than the longest wait between two tries to connect, and a verdict.
+const VERDICT_GRACE: Duration = Duration::from_secs(7);
 
 pub(crate) struct Claimer {
     shared: Arc<Shared>,
@@ -73,10 +75,12 @@ impl Claimer {
     /// Claims until asked to stop.
     pub(crate) fn run(mut self) {
         let workers = self.shared.config.workers as i32;
-        self.patiently(|session, relay| {
+        // Nothing is claimed before the relay may write what it says of itself: verdicts go the same way.
+        while !self.patiently(|session, relay| {
             relays::started(session, relay, 0)?;
             relays::ended(session, relay, workers + 1)
-        });
+        }) && !self.shared.stop.wait(self.shared.config.poll_interval)
+        {}
         while !self.shared.stop.is_stopping() {
             self.progress.note();
             self.beat_if_due();
@@ -159,7 +163,10 @@ impl Claimer {
         let claim: Claim = match result {
             Ok(claim) => claim,
             Err(error) => {
-                self.release_unknown(lease_id);
+                // With an answer of the server's, nothing was claimed.
+                if error.sqlstate().is_none() {
+                    self.release_unknown(lease_id);
+                }
                 return Err(error);
             }
         };
@@ -225,6 +232,19 @@ impl Claimer {
         true
     }
 
+    /// After a loss of the database the workers may have verdicts in hand of leases that have lapsed meanwhile. They need
+    /// a moment to connect again; a claim before that would take those events from them.
+    fn wait_for_verdicts(&mut self) {
+        let deadline = Instant::now() + VERDICT_GRACE;
+        while self.shared.in_flight.load(Ordering::Acquire) > 0
+            && Instant::now() < deadline
+            && !self.shared.stop.is_stopping()
+        {
+            let _ = self.settled.recv_timeout(SLICE);
+            self.progress.note();
+        }
+    }
+
     /// Sleeps until there may be something to do. Writers are asked for a wake-up first, and then the table is looked
     /// at once more: an event that was committed in between would otherwise wait for the poll.
     fn sleep(&mut self, longest: Duration) {
@@ -283,16 +303,16 @@ impl Claimer {
         }
     }
 
-    /// Runs a call until it succeeds or a stop is asked for.
-    fn patiently(&mut self, mut call: impl FnMut(&mut Session, &str) -> Result<(), Error>) {
+    /// Runs a call until it succeeds, is refused or a stop is asked for. True when it succeeded.
+    fn patiently(&mut self, mut call: impl FnMut(&mut Session, &str) -> Result<(), Error>) -> bool {
         let shared = Arc::clone(&self.shared);
         let gave_up = |error: &Error| shared.stop.is_stopping() || !error.needs_new_session();
-        if let Err(error) =
-            self.link.until(gave_up, |session| call(session, &shared.config.relay_id))
-        {
+        let done = self.link.until(gave_up, |session| call(session, &shared.config.relay_id));
+        if let Err(error) = &done {
             log::warn!("{error}");
         }
         self.last_beat = Instant::now();
+        done.is_ok()
     }
 
     /// A lost session is opened again by the next call, with backoff; anything else would only repeat itself.
@@ -301,6 +321,7 @@ impl Claimer {
         self.wanted_until = None;
         if error.needs_new_session() {
             self.patiently(|session, relay| relays::beat(session, relay, 0));
+            self.wait_for_verdicts();
         } else {
             if self.refusals.is_power_of_two() {
                 log::error!("{error} ({} times)", self.refusals);

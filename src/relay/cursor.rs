@@ -147,7 +147,9 @@ impl Cursors {
 
     /// How long to sleep after a claim that found nothing.
     pub(crate) fn longest_sleep(&self, poll_interval: Duration) -> Duration {
-        let saw_everything = self.last_class == Class::Clean && self.wrapped && self.from_start;
+        // A round of many steps that found nothing is over as well.
+        let is_over = self.wrapped && (self.from_start || self.is_slow);
+        let saw_everything = self.last_class == Class::Clean && is_over;
         if saw_everything { poll_interval } else { poll_interval.min(STROLL) }
     }
 }

@@ -69,6 +69,8 @@ impl Link {
                     failures = failures.saturating_add(1);
                     if error.needs_new_session() {
                         self.report(&error, failures, lost_at);
+                    } else if failures.is_power_of_two() {
+                        log::warn!("{error} (refused {failures} times)");
                     }
                     if give_up(&error) {
                         return Err(error);

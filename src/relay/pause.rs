@@ -115,18 +115,23 @@ impl Pauses {
                 || state.contains_key(&Target::Destination(destination.into())))
     }
 
-    /// What may be claimed at `now`.
+    /// What may be claimed at `now`. One destination is probed at a time, the one that has waited longest, and everything
+    /// else is claimed meanwhile: many destinations that time out must not keep every worker busy.
     pub(crate) fn allowed(&self, now: Instant) -> Allowed {
         let state = self.state();
         if let Some(trouble) = state.get(&Target::Broker) {
-            return if trouble.probing || trouble.next_probe > now {
-                Allowed::NothingUntil(trouble.next_probe.max(now + Duration::from_millis(10)))
+            return if trouble.probing {
+                // The end of the probe wakes the claimer.
+                Allowed::NothingUntil(now + Duration::from_secs(1))
+            } else if trouble.next_probe > now {
+                Allowed::NothingUntil(trouble.next_probe)
             } else {
                 Allowed::Probe(Target::Broker)
             };
         }
-        let due = state.iter().find(|(_, trouble)| !trouble.probing && trouble.next_probe <= now);
-        if let Some((target, _)) = due {
+        if let Some((target, trouble)) = next_destination(&state)
+            && trouble.next_probe <= now
+        {
             return Allowed::Probe(target.clone());
         }
         let destinations = state.keys().filter_map(|target| match target {
@@ -139,10 +144,9 @@ impl Pauses {
     /// When the next probe is due. While the broker is in trouble no destination is probed, however long that is due.
     pub(crate) fn next_probe(&self) -> Option<Instant> {
         let state = self.state();
-        let due = |trouble: &Trouble| (!trouble.probing).then_some(trouble.next_probe);
         match state.get(&Target::Broker) {
-            Some(trouble) => due(trouble),
-            None => state.values().filter_map(due).min(),
+            Some(trouble) => (!trouble.probing).then_some(trouble.next_probe),
+            None => next_destination(&state).map(|(_, trouble)| trouble.next_probe),
         }
     }
 
@@ -161,6 +165,14 @@ impl Pauses {
     pub(crate) fn broker_trouble(&self) -> Option<String> {
         self.state().get(&Target::Broker).map(|trouble| trouble.reason.clone())
     }
+}
+
+/// The destination to probe next, unless one is being probed.
+fn next_destination(state: &BTreeMap<Target, Trouble>) -> Option<(&Target, &Trouble)> {
+    if state.values().any(|trouble| trouble.probing) {
+        return None;
+    }
+    state.iter().min_by_key(|(_, trouble)| trouble.next_probe)
 }
 
 #[cfg(test)]
@@ -213,6 +225,23 @@ mod tests {
         assert_eq!(pauses.allowed(Instant::now()), Allowed::NothingUntil(next));
         pauses.probing(&Target::Broker);
         assert_eq!(pauses.next_probe(), None, "or the claimer would not sleep");
+    }
+
+    #[test]
+    fn one_destination_is_probed_at_a_time_and_the_others_go_on() {
+        let pauses = Pauses::default();
+        let targets = ["a", "b", "c"].map(|name| Target::Destination(name.into()));
+        for target in &targets {
+            trip(&pauses, target, false);
+        }
+        pauses.not_probed(&targets[1], Duration::ZERO);
+        let later = Instant::now() + Duration::from_secs(2);
+        assert_eq!(pauses.allowed(later), Allowed::Probe(targets[1].clone()), "the longest due");
+        pauses.probing(&targets[1]);
+        assert!(matches!(pauses.allowed(later), Allowed::AllBut(names) if names.len() == 3));
+        assert_eq!(pauses.next_probe(), None, "or the claimer would not sleep");
+        trip(&pauses, &targets[1], true);
+        assert!(matches!(pauses.allowed(later), Allowed::Probe(_)));
     }
 
     #[test]

@@ -22,19 +22,20 @@ impl Shared {
         if verdict.is_empty() {
             return;
         }
-        let (mut refusals, mut tries) = (0, 0);
+        let (mut refusals, mut is_unsure) = (0, false);
         let gave_up = |error: &Error| {
-            refusals += u32::from(!error.needs_new_session());
+            refusals += u32::from(!error.needs_new_session() && !error.passes_by_itself());
             // A little earlier than the whole, so that the thread has ended when the time is up.
             let deadline = self.stop.deadline(self.config.shutdown_timeout.mul_f64(0.9));
             refusals >= MOST_REFUSALS || deadline.is_some_and(|deadline| Instant::now() >= deadline)
         };
         let written = link.until(gave_up, |session| {
-            tries += 1;
-            // When an answer was lost, the rows that no longer match were most likely settled by the first try.
-            let is_repeat = tries > 1;
+            // When an answer was lost, rows that no longer match were most likely settled by that try.
             let (relay_id, delete) = (&self.config.relay_id, self.config.delete_on_publish);
-            verdict::settle(session, relay_id, worker, lease_id, verdict, delete, is_repeat)
+            let written =
+                verdict::settle(session, relay_id, worker, lease_id, verdict, delete, is_unsure);
+            is_unsure |= written.as_ref().is_err_and(|error| error.sqlstate().is_none());
+            written
         });
         match written {
             Ok(settled) => {

@@ -109,7 +109,7 @@ impl Worker {
         let hopeless = |past: &History| policy.is_out_of_chances(past.unexplained_failures);
         for (event, past) in batch.take_hopeless(hopeless, verdict) {
             let reason = format!(
-                "{} unexplained failures; the relay that claimed it last never came back (it crashed, hung or was killed)",
+                "{} unexplained failures; no verdict was written for its last claim (the relay crashed, hung, was killed or lost its database)",
                 past.unexplained_failures
             );
             log::error!("event {} ({}) is dead: {reason}", event.event_id, event.event_type);

@@ -294,7 +294,10 @@ fn read(rows: &[Row]) -> Result<Claim, postgres::Error> {
 
 fn read_event(row: &Row, id: i64) -> Result<Claimed, postgres::Error> {
     // Strings, unless somebody wrote past `outbox_append`; one such row must not stop every claim.
-    let headers: Json<BTreeMap<String, Value>> = row.try_get("headers")?;
+    let headers: Json<BTreeMap<String, Value>> = row.try_get("headers").unwrap_or_else(|error| {
+        log::warn!("the headers of event {id} cannot be read and are left out: {error}");
+        Json(BTreeMap::new())
+    });
     let text = |value| match value {
         Value::String(text) => text,
         other => other.to_string(),
@@ -317,6 +320,7 @@ fn read_event(row: &Row, id: i64) -> Result<Claimed, postgres::Error> {
         },
         aggregate_key: row.try_get("aggregate_key")?,
         unexplained_failures: count(row.try_get("unexplained_failures")?),
-        failing_for: failing_for.map(|seconds| Duration::from_secs_f64(seconds.max(0.0))),
+        failing_for: failing_for
+            .map(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)),
     })
 }

@@ -2,17 +2,24 @@
 //!
 //! The statements name the schema as `"outbox"` (identifier) and `'outbox'` (string); [`Schema`] puts the real name in.
 //! What publishes or waits is not here: this room only talks to the database.
+//!
+//! The relay's own steps (claim, lease, verdict, heartbeats, and the session they run on) can be called from outside for the
+//! sake of tests. They are hidden from the documentation, and no promise is made of their shape.
 
+#[doc(hidden)]
 pub mod claim;
 pub mod dead_letters;
 mod event_ref;
 mod grants;
+#[doc(hidden)]
 pub mod lease;
 mod migrate;
 mod prune;
+#[doc(hidden)]
 pub mod relays;
 mod session;
 pub mod status;
+#[doc(hidden)]
 pub mod verdict;
 pub mod why;
 
@@ -20,6 +27,7 @@ pub use event_ref::EventRef;
 pub use grants::{Grantee, grants};
 pub use migrate::{Migrated, SCHEMA_VERSION, check_schema, migrate, migration_sql};
 pub use prune::{PRUNE, PRUNE_BATCH, Pruned, prune};
+#[doc(hidden)]
 pub use session::{Session, Statement, is_pooled};
 
 use crate::error::Error;

@@ -76,9 +76,9 @@ pub struct Status {
     pub relays: Vec<RelayRow>,
 }
 
-/// How good a [`Verdict`] is.
+/// How good an [`Assessment`] is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Health {
+pub enum Condition {
     /// Everything goes out.
     Healthy,
     /// Something does not go out, or goes out late.
@@ -89,9 +89,9 @@ pub enum Health {
 
 /// A [`Status`] in words. Displays as `degraded: 2 dead events ...; ...`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Verdict {
+pub struct Assessment {
     /// The worst of what was found.
-    pub health: Health,
+    pub condition: Condition,
     /// What was found; empty while healthy.
     pub reasons: Vec<String>,
 }
@@ -174,7 +174,7 @@ pub(super) fn relays(
 
 impl Status {
     /// What a person has to know: is everything going out, and if not, why and what to do.
-    pub fn verdict(&self) -> Verdict {
+    pub fn assess(&self) -> Assessment {
         let snapshot = &self.snapshot;
         let mut found = Vec::new();
         if snapshot.relays_alive == 0 {
@@ -184,7 +184,7 @@ impl Status {
                 many => format!("{many} pending events wait"),
             };
             found.push((
-                Health::Down,
+                Condition::Down,
                 format!("no relay is alive; {waiting}; start one with `pg-outbox run`"),
             ));
         }
@@ -205,9 +205,10 @@ impl Status {
                 format!("the oldest pending event is {lag} old, more than {limit}")
             }),
         ];
-        found.extend(degraded.into_iter().flatten().map(|reason| (Health::Degraded, reason)));
-        let health = found.iter().map(|(health, _)| *health).max().unwrap_or(Health::Healthy);
-        Verdict { health, reasons: found.into_iter().map(|(_, reason)| reason).collect() }
+        found.extend(degraded.into_iter().flatten().map(|reason| (Condition::Degraded, reason)));
+        let condition =
+            found.iter().map(|(condition, _)| *condition).max().unwrap_or(Condition::Healthy);
+        Assessment { condition, reasons: found.into_iter().map(|(_, reason)| reason).collect() }
     }
 
     fn paused(&self) -> Option<String> {
@@ -229,7 +230,7 @@ impl Status {
     }
 }
 
-impl fmt::Display for Health {
+impl fmt::Display for Condition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Healthy => "healthy",
@@ -239,9 +240,9 @@ impl fmt::Display for Health {
     }
 }
 
-impl fmt::Display for Verdict {
+impl fmt::Display for Assessment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.health)?;
+        write!(f, "{}", self.condition)?;
         if !self.reasons.is_empty() {
             write!(f, ": {}", self.reasons.join("; "))?;
         }

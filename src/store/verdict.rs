@@ -36,7 +36,8 @@ macro_rules! settle {
 ), counted AS (
     INSERT INTO "outbox".outbox_relay AS c (relay_id, worker, published, retried, dead_lettered, lease_lost)
     SELECT $1, $2, s.published, s.retried, s.dead_lettered,
-           CASE WHEN $13 THEN 0 ELSE cardinality($4) + cardinality($5) + cardinality($11)
+           CASE WHEN $13 THEN (SELECT count(*) FROM "outbox".outbox WHERE id = ANY ($4 || $5 || $11) AND lease_id <> $3)
+                ELSE cardinality($4) + cardinality($5) + cardinality($11)
                 - s.published - s.retried - s.dead_lettered - s.released END
       FROM settled s
     ON CONFLICT (relay_id, worker) DO UPDATE
@@ -66,7 +67,8 @@ const TYPES: &[Type] = &[
 ];
 
 /// `$1` relay id, `$2` worker, `$3` lease id, `$4` published ids, `$5`-`$10` failures (id, dead, wait in seconds, unexplained,
-/// in doubt, reason), `$11`-`$12` released ones (id, in doubt), `$13` whether this is a repetition.
+/// in doubt, reason), `$11`-`$12` released ones (id, in doubt), `$13` whether an earlier
+/// try may have been written: then only what another lease holds is counted as lost.
 ///
 /// Primary key. A row that this lease no longer holds is left alone and counted as lost. The retry window starts at the
 /// *first* failure, hence `coalesce`. A released row gets its attempt back.
@@ -140,7 +142,7 @@ impl Verdict {
 }
 
 /// Writes a verdict. Safe to repeat after a lost answer: what was written no longer matches the lease. Say so with
-/// `is_repeat`, or those rows would be counted as lost.
+/// `is_repeat`, or those rows would be counted as lost; what another lease holds by then is counted all the same.
 ///
 /// # Errors
 /// The database's.
