@@ -83,12 +83,6 @@ pub(super) fn connecting_timed_out(config: &RabbitMqConfig) -> PublishError {
     .broker()
 }
 
-/// A channel could not be opened on a connection that stands.
-pub(super) fn reopening(error: Option<&Error>) -> PublishError {
-    let why = error.map_or_else(|| "no answer in time".into(), ToString::to_string);
-    PublishError::transient(format!("RabbitMQ: no channel could be opened: {why}")).broker()
-}
-
 /// The broker takes nothing because it is short of memory or disk.
 pub(super) fn blocked(reason: &str) -> PublishError {
     PublishError::transient(format!("RabbitMQ blocks publishers: {reason}")).broker()

@@ -143,19 +143,21 @@ impl Link {
         halted.unwrap_or(Halt::Deadline)
     }
 
-    /// Opens another channel in place of one that the broker has closed.
-    pub(super) fn ensure_channel(&mut self, deadline: Instant) -> Result<(), PublishError> {
+    /// Opens another channel in place of one that the broker has closed. False when that cannot be had: what was on its
+    /// way when a channel was closed can make the broker close the whole connection, so only a new one is of use then.
+    pub(super) fn ensure_channel(&mut self, deadline: Instant) -> bool {
         if self.channel.status().connected() {
-            return Ok(());
+            return true;
         }
         match until(deadline, open_channel(&self.connection)) {
             Some(Ok(channel)) => {
                 self.channel = channel;
-                Ok(())
+                true
             }
             failed => {
+                log::debug!("RabbitMQ: no other channel could be opened: {failed:?}");
                 self.break_off();
-                Err(classify::reopening(failed.and_then(Result::err).as_ref()))
+                false
             }
         }
     }

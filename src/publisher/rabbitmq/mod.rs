@@ -89,12 +89,11 @@ impl RabbitMqPublisher {
         if let Some(reason) = self.link.as_mut().and_then(Link::blocked) {
             return Err(classify::blocked(&reason));
         }
-        let mut link = match self.link.take().filter(Link::is_connected) {
-            Some(link) => link,
-            None => Link::open(&self.config, deadline)?,
-        };
-        link.ensure_channel(deadline)?;
-        Ok(link)
+        let link = self.link.take().filter(Link::is_connected);
+        match link.and_then(|mut link| link.ensure_channel(deadline).then_some(link)) {
+            Some(link) => Ok(link),
+            None => Link::open(&self.config, deadline),
+        }
     }
 
     /// Publishes what has no outcome yet. An error is for all that is left, and nothing of that was sent.
