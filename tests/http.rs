@@ -271,8 +271,11 @@ fn health_and_readiness_follow_the_relay() {
     assert_eq!(get(addr, "/readyz").status, 503, "not started");
     let relay = relay.start();
     eventually("ready", 20 * SECOND, || get(addr, "/readyz").status == 200);
-    let health = get(addr, "/healthz");
-    assert!(health.status == 200 && health.body.contains("claimer is fine"), "{}", health.body);
+    // The database is there a moment before the threads are.
+    eventually("every thread is fine", 20 * SECOND, || {
+        let health = get(addr, "/healthz");
+        health.status == 200 && health.body.contains("claimer is fine")
+    });
     broker.take_down(pg_outbox::PublishError::transient("refused").broker());
     database.append("order", "1", "placed", b"{}");
     eventually("the broker is missed", 10 * SECOND, || {
