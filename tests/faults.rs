@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use common::driver::answers_when_told;
 use common::{Database, Server, eventually};
 use pg_outbox::{
     Event, Outcomes, Policy, PublishError, Publisher, Relay, RelayConfig, RelayConfigBuilder,
@@ -225,14 +226,7 @@ fn a_verdict_that_meets_a_restart_is_written_once() {
     let id = db.append("order", "1", "placed", b"{}");
     let broker = ScriptedBroker::new();
     broker.fail_next(|_| true, PublishError::unexplained("odd"));
-    let (called_tx, called) = std::sync::mpsc::channel();
-    let (answer, answer_rx) = std::sync::mpsc::channel::<()>();
-    let ends = std::sync::Mutex::new((called_tx, answer_rx));
-    broker.on_publish(move |_| {
-        let ends = ends.lock().unwrap();
-        let _ = ends.0.send(());
-        let _ = ends.1.recv();
-    });
+    let (called, answer) = answers_when_told(&broker);
     let relay = start(&db, &broker, config("relay-a"));
     called.recv_timeout(SOON).unwrap();
     server.stop();
@@ -254,14 +248,7 @@ fn an_outage_longer_than_the_lease_spends_nothing() {
     let db = Database::create_on(&server);
     let ids = db.append_many(20, 1);
     let broker = ScriptedBroker::new();
-    let (called_tx, called) = std::sync::mpsc::channel();
-    let (answer, answer_rx) = std::sync::mpsc::channel::<()>();
-    let ends = std::sync::Mutex::new((called_tx, answer_rx));
-    broker.on_publish(move |_| {
-        let ends = ends.lock().unwrap();
-        let _ = ends.0.send(());
-        let _ = ends.1.recv();
-    });
+    let (called, answer) = answers_when_told(&broker);
     let lease = Duration::from_secs(1);
     let short = config("relay-a")
         .lease(lease)

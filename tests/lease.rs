@@ -4,10 +4,10 @@
 mod common;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use common::driver::answers_when_told;
 use common::{Database, eventually};
 use pg_outbox::store::claim::{self, Claimed, Class, Request};
 use pg_outbox::store::verdict::{Failure, Verdict, settle};
@@ -28,19 +28,6 @@ fn config(relay_id: &str) -> RelayConfigBuilder {
 fn start(db: &Database, broker: &ScriptedBroker, config: RelayConfigBuilder) -> RunningRelay {
     let broker = broker.clone();
     Relay::new(config.build().unwrap(), db.factory(), move |_| broker.publisher()).start()
-}
-
-/// The broker takes each wave and answers only once it is told to.
-fn answers_when_told(broker: &ScriptedBroker) -> (Receiver<()>, Sender<()>) {
-    let (called_tx, called) = channel();
-    let (answer, answer_rx) = channel();
-    let ends = Mutex::new((called_tx, answer_rx));
-    broker.on_publish(move |_| {
-        let ends = ends.lock().unwrap();
-        let _ = ends.0.send(());
-        let _ = ends.1.recv();
-    });
-    (called, answer)
 }
 
 fn session(db: &Database) -> Session {

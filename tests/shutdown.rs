@@ -7,6 +7,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
+use common::driver::answers_when_told;
 use common::{Database, Server, eventually};
 use pg_outbox::{
     Event, Outcomes, PublishError, Publisher, Relay, RelayConfig, RelayConfigBuilder, RunReport,
@@ -54,19 +55,6 @@ fn nothing_is_held_against(db: &Database, attempts_of_pending: i64) {
     assert_eq!(db.count("unexplained_failures > 0 OR status = 'dead'"), 0);
     let used = "status = 'pending' AND attempts > 0";
     assert_eq!(db.count(used), attempts_of_pending);
-}
-
-/// The broker takes each wave and answers only once it is told to, or once the other end is dropped.
-fn answers_when_told(broker: &ScriptedBroker) -> (Receiver<()>, Sender<()>) {
-    let (called_tx, called) = channel();
-    let (answer, answer_rx) = channel();
-    let ends = Mutex::new((called_tx, answer_rx));
-    broker.on_publish(move |_| {
-        let ends = ends.lock().unwrap();
-        let _ = ends.0.send(());
-        let _ = ends.1.recv();
-    });
-    (called, answer)
 }
 
 #[test]

@@ -17,14 +17,12 @@ use super::health::Progress;
 use super::link::Link;
 use super::pause::Target;
 use super::{MakePublisher, Shared};
+use crate::config::LONGEST_PUBLISH;
 use crate::error::Error;
 use crate::policy::{Decision, FailureKind, FailureScope, History, PublishError};
 use crate::publisher::{Outcomes, Publisher};
 use crate::store::relays;
 use crate::store::verdict::{Failure, Verdict};
-
-/// The metrics count a relay as alive for 30 s after its last beat; a publish must not hide it for longer.
-const LONGEST_SILENCE: Duration = Duration::from_secs(25);
 
 pub(crate) struct Worker {
     shared: Arc<Shared>,
@@ -131,7 +129,7 @@ impl Worker {
         let needed = (config.lease / 2).max(config.publish_timeout + config.lease_margin);
         let silence = self.last_beat.elapsed();
         let must_beat = silence > config.heartbeat_interval
-            || silence + config.publish_timeout > LONGEST_SILENCE;
+            || silence + config.publish_timeout > LONGEST_PUBLISH;
         if batch.remaining() >= needed && !must_beat {
             return true;
         }

@@ -6,7 +6,7 @@
 //!
 //! *The cost.* Heads of aggregates are found on three paths, each bounded, so that a claim costs what it claims:
 //! - `waiting`: retries, requeues and delayed events that have become due, by their time;
-//! - `fresh`: the newest events by id, past whatever is held, dead or backing off (a cursor moves over the ids once);
+//! - `fresh`: new events by id, from where the last look ended, past whatever is held, dead or backing off (a cursor moves over the ids once);
 //! - `walk`: from aggregate to aggregate in the order of a hash, one index probe each, past everything that is held
 //!   behind a head. Its cursor goes round, so nothing starves; the other two only make the common cases quick.
 //!

@@ -1,6 +1,8 @@
 //! Relays and single steps of relays, with settings that make a test quick.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use pg_outbox::store::claim::{self, Claim, Class, Request};
@@ -120,4 +122,17 @@ pub fn check_order(deliveries: &[Event]) -> usize {
     }
     last.clear();
     seen.len()
+}
+
+/// The broker takes each wave and answers only once it is told to, or once the other end is dropped.
+pub fn answers_when_told(broker: &ScriptedBroker) -> (Receiver<()>, Sender<()>) {
+    let (called_tx, called) = channel();
+    let (answer, answer_rx) = channel();
+    let ends = Mutex::new((called_tx, answer_rx));
+    broker.on_publish(move |_| {
+        let ends = ends.lock().expect("no panic here");
+        let _ = ends.0.send(());
+        let _ = ends.1.recv();
+    });
+    (called, answer)
 }
