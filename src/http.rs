@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `/metrics` | the metrics of the outbox, read from its tables | the database cannot be read: the reason, and no figure |
 //! | `/healthz` | every thread of the relay makes progress | one has ended or hangs |
-//! | `/readyz` | the relay has a database it can write to, and no publish has met a broker that is away | why not |
+//! | `/readyz` | the relay has a database it can write to, and a broker that answers | why not |
 //!
 //! Everything has a bound, so that no client can stop a scrape or the relay. tiny_http's own server (0.12) has no timeout
 //! and a thread for every client, so connections are accepted here and only its types and its response writer are used:
@@ -111,7 +111,7 @@ const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 const INDEX: &str = "pg-outbox\n\n/metrics  the metrics, in the Prometheus text format\n\
                      /healthz  whether the threads of the relay make progress\n\
-                     /readyz   whether the relay has its database, and its broker as far as it has tried\n";
+                     /readyz   whether the relay has its database and its broker\n";
 
 /// What there is to see.
 struct Pages {
@@ -153,15 +153,11 @@ impl Pages {
 
     fn readyz(&self) -> Page {
         let Some(health) = &self.health else { return text(200, "ready\n") };
-        let states = [("database", health.database()), ("broker", health.broker())];
-        let ready = states.iter().all(|(_, state)| state.is_ok());
-        let mut body = String::from(if ready { "ready\n" } else { "not ready\n" });
-        for (name, state) in states {
-            body.push_str(&match state {
-                Ok(()) => format!("{name}: ok\n"),
-                Err(reason) => format!("{name}: {reason}\n"),
-            });
-        }
+        let (database, broker) = (health.database(), health.broker());
+        let ready = database.is_ok() && broker.is_ready();
+        let verdict = if ready { "ready" } else { "not ready" };
+        let database = database.err().unwrap_or_else(|| "ok".into());
+        let body = format!("{verdict}\ndatabase: {database}\nbroker: {broker}\n");
         text(if ready { 200 } else { 503 }, &body)
     }
 }

@@ -84,5 +84,5 @@ pub use policy::{Decision, FailureKind, FailureScope, History, Policy, PublishEr
 pub use publisher::{
     Outcomes, Publisher, ScriptedBroker, ScriptedPublisher, StdoutPublisher, publish_each,
 };
-pub use relay::{Health, Relay, RunReport, RunningRelay, StopHandle, ThreadHealth};
+pub use relay::{BrokerHealth, Health, Relay, RunReport, RunningRelay, StopHandle, ThreadHealth};
 pub use store::{EventRef, Schema};

@@ -10,7 +10,10 @@ use std::time::{Duration, Instant};
 
 use common::driver::*;
 use common::{Database, eventually};
-use pg_outbox::{NewEvent, Policy, PublishError, ScriptedBroker, append_all};
+use pg_outbox::{
+    BrokerHealth, Event, NewEvent, Outcomes, Policy, PublishError, Publisher, Relay,
+    ScriptedBroker, ScriptedPublisher, append_all,
+};
 
 fn refused() -> PublishError {
     PublishError::transient("connection refused").broker()
@@ -68,7 +71,7 @@ fn outage(backlog: usize) -> i64 {
     eventually("the pause is recorded", SOON, || {
         pause(&db) == (vec!["*".into()], Some("connection refused".into()), true)
     });
-    assert_eq!(relay.health().broker(), Err("connection refused".into()));
+    assert_eq!(relay.health().broker(), BrokerHealth::InTrouble("connection refused".into()));
     // The batches that were on their way when it began are over.
     assert!(broker.wait_for_calls(10, SOON));
     watching.store(true, Ordering::SeqCst);
@@ -96,7 +99,7 @@ fn outage(backlog: usize) -> i64 {
     eventually("all verdicts are written", SOON, || {
         db.count("status = 'published'") == backlog as i64
     });
-    assert_eq!(relay.health().broker(), Ok(()));
+    assert_eq!(relay.health().broker(), BrokerHealth::Answers);
     written
 }
 
@@ -243,4 +246,76 @@ fn a_broker_that_asks_for_time_gets_it() {
     assert_eq!(db.count("status = 'pending' AND attempts = 0 AND retry_since IS NULL"), 19);
     relay.stop();
     assert_eq!(relay.join().unwrap().retried, 1);
+}
+
+#[test]
+fn a_broker_is_asked_at_the_start_and_while_idle() {
+    let db = Database::create();
+    let broker = ScriptedBroker::new();
+    broker.take_down(refused());
+    let settings = config("relay-a").heartbeat_interval(Duration::from_millis(100));
+    let relay = start(&db, settings, &broker);
+    for _ in 0..2 {
+        eventually("it is known that the broker is away", SOON, || {
+            relay.health().broker() == BrokerHealth::InTrouble("connection refused".into())
+                && pause(&db).0 == ["*"]
+        });
+        broker.mend();
+        eventually("it is known that the broker answers", SOON, || {
+            relay.health().broker() == BrokerHealth::Answers && pause(&db).0.is_empty()
+        });
+        broker.take_down(refused());
+    }
+    assert_eq!(broker.calls(), 0, "without any event");
+}
+
+#[test]
+fn a_relay_resumes_although_another_takes_every_event() {
+    let db = Database::create();
+    let (broken, sound) = (ScriptedBroker::new(), ScriptedBroker::new());
+    broken.take_down(refused());
+    append_each(&db, "order", 20);
+    let relay_a = start(&db, config("relay-a"), &broken);
+    eventually("the first relay pauses", SOON, || !relay_a.health().broker().is_ready());
+    let _relay_b = start(&db, config("relay-b"), &sound);
+    eventually("the second publishes all", SOON, || db.count("status = 'published'") == 20);
+    broken.mend();
+    eventually("the first resumes", SOON, || relay_a.health().broker() == BrokerHealth::Answers);
+    assert_eq!(broken.published(), 0);
+}
+
+/// Publishes to a scripted broker, and has no way to ask it without an event.
+struct Mute(ScriptedPublisher);
+
+impl Publisher for Mute {
+    fn publish(&mut self, wave: &[Event], deadline: Instant, outcomes: &mut Outcomes) {
+        self.0.publish(wave, deadline, outcomes);
+    }
+}
+
+#[test]
+fn a_pause_that_no_event_is_left_to_end_is_forgotten() {
+    let db = Database::create();
+    let broker = ScriptedBroker::new();
+    let mute = broker.clone();
+    let settings = config("relay-a").build().unwrap();
+    let relay = Relay::new(settings, db.factory(), move |_| Mute(mute.publisher())).start();
+    let known = || relay.health().broker();
+    eventually("nothing is known", SOON, || known() == BrokerHealth::OnlyAnEventCanTell);
+    for (error, types) in
+        [(refused(), ["*"]), (PublishError::transient("no route").destination(), ["order"])]
+    {
+        broker.fail_always(|_| true, error);
+        append_each(&db, "order", 1);
+        eventually("it pauses", SOON, || pause(&db).0 == types);
+        // As another relay would.
+        eventually("others take the event", SOON, || {
+            let published = "UPDATE outbox.outbox SET status = 'published', published_at = now()
+                              WHERE status = 'pending' AND locked_by IS NULL";
+            db.client().execute(published, &[]).unwrap() == 1
+        });
+        broker.mend();
+        eventually("it resumes", SOON, || pause(&db) == (vec![], None, false));
+        assert!(known().is_ready());
+    }
 }

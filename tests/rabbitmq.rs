@@ -290,7 +290,7 @@ fn an_exchange_is_deleted_and_declared_again(rabbit: &Rabbit) {
     let words = ["no exchange 'gone'", "declare the exchange"];
     let mut publisher = publisher(RabbitMqConfig::builder(rabbit.url()).exchange("gone"));
     let missing = publisher.check(Instant::now() + PATIENCE);
-    assert_failed(&missing, Transient, Broker, false, &words);
+    assert_failed(&missing.unwrap(), Transient, Broker, false, &words);
     let results = publish(&mut publisher, &events(1..=3));
     results.iter().for_each(|result| assert_failed(result, Transient, Broker, false, &words));
     rabbit.route("gone");
@@ -601,7 +601,7 @@ fn a_block_pauses_and_ends_by_itself(rabbit: &Rabbit) {
             .iter()
             .for_each(|result| assert_failed(result, Transient, Broker, false, &["low on memory"]));
         let checked = publisher.check(Instant::now() + PATIENCE);
-        assert_failed(&checked, Transient, Broker, false, &["low on memory"]);
+        assert_failed(&checked.unwrap(), Transient, Broker, false, &["low on memory"]);
     }
     rabbit.unblock();
     eventually("the publisher resumes by itself", PATIENCE, || {

@@ -29,13 +29,13 @@ pub trait Publisher: Send {
     /// An event whose confirm did not come in time is `transient(..).in_doubt()`, not published.
     fn publish(&mut self, wave: &[Event], deadline: Instant, outcomes: &mut Outcomes);
 
-    /// Whether the broker can be reached now, for `check` and the readiness page. Bounded by `deadline`.
+    /// Whether the broker would take events now, found out without sending one. Bounded by `deadline`.
     ///
-    /// # Errors
-    /// Says why not. The default says yes.
-    fn check(&mut self, deadline: Instant) -> Result<(), PublishError> {
+    /// The relay asks at its start, while it is idle and while it is paused with no event at hand to probe with; an error
+    /// pauses it. `None`, the default, says that only an event can tell.
+    fn check(&mut self, deadline: Instant) -> Option<Result<(), PublishError>> {
         let _ = deadline;
-        Ok(())
+        None
     }
 }
 
@@ -44,7 +44,7 @@ impl<P: Publisher + ?Sized> Publisher for Box<P> {
         (**self).publish(wave, deadline, outcomes);
     }
 
-    fn check(&mut self, deadline: Instant) -> Result<(), PublishError> {
+    fn check(&mut self, deadline: Instant) -> Option<Result<(), PublishError>> {
         (**self).check(deadline)
     }
 }

@@ -204,7 +204,7 @@ impl Publisher for ScriptedPublisher {
         self.0.0.changed.notify_all();
     }
 
-    fn check(&mut self, _deadline: Instant) -> Result<(), PublishError> {
-        self.0.state().down.clone().map_or(Ok(()), Err)
+    fn check(&mut self, _deadline: Instant) -> Option<Result<(), PublishError>> {
+        Some(self.0.state().down.clone().map_or(Ok(()), Err))
     }
 }

@@ -1,8 +1,8 @@
 //! The claimer: takes leases on what is due and hands batches to workers that are free.
 //!
 //! It claims no more than it can hand over: the channel has no buffer, and the one batch in hand is renewed here until a
-//! worker takes it, so no event grows old between the two. With nothing to claim it sleeps, at most `poll_interval`;
-//! a settled batch, a wake-up or a probe that is due ends the sleep. When the database is lost it waits for it; a claim
+//! worker takes it, so no event grows old between the two. With nothing to claim it has the broker asked how it is, and
+//! sleeps, at most `poll_interval`; a settled batch, a wake-up or a probe that is due ends the sleep. When the database is lost it waits for it; a claim
 //! whose answer was lost is released by its lease id.
 
 use std::sync::Arc;
@@ -17,6 +17,7 @@ use super::cursor::Cursors;
 use super::health::Progress;
 use super::link::Link;
 use super::pause::{Allowed, Target};
+use super::worker::Task;
 use crate::error::Error;
 use crate::store::claim::{self, Claim, Class, Request};
 use crate::store::verdict::Verdict;
@@ -34,7 +35,7 @@ pub(crate) struct Claimer {
     shared: Arc<Shared>,
     link: Link,
     progress: Arc<Progress>,
-    batches: Sender<Batch>,
+    tasks: Sender<Task>,
     settled: Receiver<()>,
     /// Wake-ups; never anything where they cannot work.
     wake_ups: Receiver<()>,
@@ -43,7 +44,9 @@ pub(crate) struct Claimer {
     wanted_until: Option<Instant>,
     good_claims: u32,
     refusals: u32,
-    known_pauses: Vec<String>,
+    /// Pauses and their reason as the table has them, and when the table last refused them.
+    known_pauses: (Vec<String>, Option<String>),
+    pauses_refused: Option<Instant>,
     rng: fastrand::Rng,
 }
 
@@ -51,7 +54,7 @@ impl Claimer {
     pub(crate) fn new(
         shared: Arc<Shared>,
         progress: Arc<Progress>,
-        batches: Sender<Batch>,
+        tasks: Sender<Task>,
         settled: Receiver<()>,
         wake_ups: Receiver<()>,
     ) -> Self {
@@ -60,14 +63,15 @@ impl Claimer {
             cursors: Cursors::new(&shared.config),
             shared,
             progress,
-            batches,
+            tasks,
             settled,
             wake_ups,
             last_beat: Instant::now(),
             wanted_until: None,
             good_claims: 0,
             refusals: 0,
-            known_pauses: Vec::new(),
+            known_pauses: (Vec::new(), None),
+            pauses_refused: None,
             rng: fastrand::Rng::new(),
         }
     }
@@ -125,7 +129,8 @@ impl Claimer {
         Ok(Pass::Sleep(self.cursors.longest_sleep(self.shared.config.poll_interval)))
     }
 
-    /// Sends one event to find out whether the target answers again: a clean one, or a suspect where there is no other.
+    /// Finds out whether the target answers again by one event: a clean one, or a suspect where there is no other. Without
+    /// any (another relay may have taken them all), the broker is asked.
     fn probe(&mut self, target: Target) -> Result<Pass, Error> {
         for class in [Class::Clean, Class::Suspect, Class::LastChance] {
             // Only for one that is there: a probe without an event must not wait for what others are publishing.
@@ -147,8 +152,27 @@ impl Claimer {
                 return Ok(Pass::Claimed);
             }
         }
-        self.shared.pauses.not_probed(&target, self.shared.config.poll_interval);
+        match target {
+            Target::Broker if self.ask_broker() => self.shared.pauses.probing(&target),
+            Target::Broker => self.shared.pauses.not_probed(&target, SLICE),
+            Target::Destination(_) => self.shared.nothing_to_probe_with(&target),
+        }
         Ok(Pass::Claimed)
+    }
+
+    /// Has a worker ask the broker how it is. False when none is free.
+    fn ask_broker(&self) -> bool {
+        let asked = self.tasks.send_timeout(Task::AskBroker, SLICE).is_ok();
+        if asked {
+            self.shared.broker_asked();
+        }
+        asked
+    }
+
+    /// Whether the broker should be asked, since nothing was heard of it for as long as a heartbeat.
+    fn broker_is_silent(&self) -> bool {
+        let silence = self.shared.broker_silence();
+        silence.is_none_or(|silence| silence >= self.shared.config.heartbeat_interval)
     }
 
     fn claim(&mut self, request: &Request) -> Result<(Option<Batch>, usize), Error> {
@@ -191,12 +215,13 @@ impl Claimer {
     fn hand_over(&mut self, mut batch: Batch) {
         self.shared.in_flight.fetch_add(1, Ordering::AcqRel);
         loop {
-            batch = match self.batches.send_timeout(batch, SLICE) {
-                Ok(()) => return,
-                Err(SendTimeoutError::Timeout(batch) | SendTimeoutError::Disconnected(batch)) => {
-                    batch
-                }
-            };
+            let (SendTimeoutError::Timeout(task) | SendTimeoutError::Disconnected(task)) =
+                match self.tasks.send_timeout(Task::Publish(batch), SLICE) {
+                    Ok(()) => return,
+                    Err(error) => error,
+                };
+            let Task::Publish(unsent) = task else { return };
+            batch = unsent;
             self.progress.note();
             let mut verdict = Verdict::default();
             let is_stopping = self.shared.stop.is_stopping();
@@ -263,6 +288,8 @@ impl Claimer {
                 Err(error) => return self.wait_after(&error),
             }
         }
+        // Soon again when no worker is free yet; the answer ends the sleep.
+        let longest = if self.broker_is_silent() && !self.ask_broker() { SLICE } else { longest };
         let probe = self.shared.pauses.next_probe();
         let probe = probe.map(|then| then.saturating_duration_since(Instant::now()));
         let longest =
@@ -288,19 +315,30 @@ impl Claimer {
 
     fn beat_if_due(&mut self) {
         if self.last_beat.elapsed() >= self.shared.config.heartbeat_interval {
-            self.patiently(|session, relay| relays::beat(session, relay, 0));
+            self.beat();
         }
+    }
+
+    fn beat(&mut self) {
+        self.patiently(|session, relay| relays::beat(session, relay, 0));
+        self.last_beat = Instant::now();
     }
 
     /// Writes pauses into the table, where other processes and people see them.
     fn record_pauses(&mut self) {
-        let (types, reason) = self.shared.pauses.describe();
-        if types != self.known_pauses {
-            self.patiently(|session, relay| {
-                relays::paused(session, relay, &types, reason.as_deref())
-            });
-            self.known_pauses = types;
+        let now = self.shared.pauses.describe();
+        let may_try = self
+            .pauses_refused
+            .is_none_or(|then| then.elapsed() >= self.shared.config.heartbeat_interval);
+        if now == self.known_pauses || !may_try {
+            return;
         }
+        let written = self
+            .patiently(|session, relay| relays::paused(session, relay, &now.0, now.1.as_deref()));
+        if written {
+            self.known_pauses = now;
+        }
+        self.pauses_refused = (!written).then(Instant::now);
     }
 
     /// Runs a call until it succeeds, is refused or a stop is asked for. True when it succeeded.
@@ -311,7 +349,6 @@ impl Claimer {
         if let Err(error) = &done {
             log::warn!("{error}");
         }
-        self.last_beat = Instant::now();
         done.is_ok()
     }
 
@@ -320,7 +357,7 @@ impl Claimer {
         self.refusals = self.refusals.saturating_add(1);
         self.wanted_until = None;
         if error.needs_new_session() {
-            self.patiently(|session, relay| relays::beat(session, relay, 0));
+            self.beat();
             self.wait_for_verdicts();
         } else {
             if self.refusals.is_power_of_two() {

@@ -3,6 +3,7 @@
 //! The heartbeats in the table say to others whether this relay makes progress; this says it to those who ask the
 //! process itself, also while the database is away.
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -16,7 +17,39 @@ struct Inner {
     started: Instant,
     threads: Mutex<Vec<Arc<Progress>>>,
     database: Mutex<Option<String>>,
-    broker: Mutex<Option<String>>,
+    broker: Mutex<BrokerHealth>,
+}
+
+/// What a relay knows of its broker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BrokerHealth {
+    /// Nothing yet: the relay asks as soon as it runs.
+    NotAsked,
+    /// Nothing: the publisher has no way to ask without an event, and none was sent since the relay started or resumed.
+    OnlyAnEventCanTell,
+    /// The last word of it was good.
+    Answers,
+    /// The relay has paused, for this reason.
+    InTrouble(String),
+}
+
+impl BrokerHealth {
+    /// Whether nothing speaks against sending events.
+    pub fn is_ready(&self) -> bool {
+        matches!(self, Self::Answers | Self::OnlyAnEventCanTell)
+    }
+}
+
+impl fmt::Display for BrokerHealth {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotAsked => f.write_str("not asked yet"),
+            Self::OnlyAnEventCanTell => f.write_str("unknown until an event is sent"),
+            Self::Answers => f.write_str("ok"),
+            Self::InTrouble(reason) => f.write_str(reason),
+        }
+    }
 }
 
 /// One thread's progress.
@@ -48,7 +81,7 @@ impl Health {
             started: Instant::now(),
             threads: Mutex::default(),
             database: Mutex::new(Some("not connected yet".into())),
-            broker: Mutex::default(),
+            broker: Mutex::new(BrokerHealth::NotAsked),
         }))
     }
 
@@ -69,8 +102,8 @@ impl Health {
         *self.0.database.lock().unwrap_or_else(PoisonError::into_inner) = trouble;
     }
 
-    pub(crate) fn set_broker(&self, trouble: Option<String>) {
-        *self.0.broker.lock().unwrap_or_else(PoisonError::into_inner) = trouble;
+    pub(crate) fn set_broker(&self, state: BrokerHealth) {
+        *self.0.broker.lock().unwrap_or_else(PoisonError::into_inner) = state;
     }
 
     /// Every thread of the relay.
@@ -101,11 +134,8 @@ impl Health {
     }
 
     /// Whether the broker takes events, as far as the relay knows.
-    ///
-    /// # Errors
-    /// Says why the relay has paused.
-    pub fn broker(&self) -> Result<(), String> {
-        self.0.broker.lock().unwrap_or_else(PoisonError::into_inner).clone().map_or(Ok(()), Err)
+    pub fn broker(&self) -> BrokerHealth {
+        self.0.broker.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 

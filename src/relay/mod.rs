@@ -1,7 +1,7 @@
 //! The relay: the only room with threads and channels.
 //!
 //! ```text
-//!                      leases                     batches, no buffer
+//!                      leases                     tasks, no buffer
 //!  PostgreSQL <------ claimer -----------------------------+----------------+
 //!      ^  ^  |           ^  wake-ups                        v                v
 //!      |  |  +--NOTIFY--> listener                      worker 1 ...     worker N ---> broker
@@ -31,14 +31,14 @@ use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use postgres::Client;
 
-pub use health::{Health, ThreadHealth};
+pub use health::{BrokerHealth, Health, ThreadHealth};
 pub use report::RunReport;
 pub use stop::StopHandle;
 
@@ -48,6 +48,7 @@ use crate::publisher::Publisher;
 use crate::store::{self, Schema, Session, relays};
 use health::Progress;
 use link::Link;
+use pause::Target;
 use report::Totals;
 use threads::Threads;
 use worker::{Worker, panic_text};
@@ -67,6 +68,8 @@ struct Shared {
     is_pooled: OnceLock<bool>,
     is_listening: AtomicBool,
     in_flight: AtomicUsize,
+    /// When the broker last said anything, or was last asked; `None` before the first time.
+    broker_heard: Mutex<Option<Instant>>,
     settled: Sender<()>,
     totals: Totals,
 }
@@ -89,9 +92,38 @@ impl Shared {
         self.is_listening.load(Ordering::Acquire)
     }
 
-    fn pause_changed(&self) {
-        self.health.set_broker(self.pauses.broker_trouble());
+    /// Notes what is known of the broker now: `otherwise`, unless it is paused.
+    fn heard_of_broker(&self, otherwise: BrokerHealth) {
+        self.broker_asked();
+        let trouble = self.pauses.broker_trouble();
+        self.health.set_broker(trouble.map_or(otherwise, BrokerHealth::InTrouble));
+    }
+
+    /// Something has changed that may let the claimer claim.
+    fn wake_claimer(&self) {
         let _ = self.settled.try_send(());
+    }
+
+    /// A probe found no event, and the broker cannot be asked without one.
+    fn nothing_to_probe_with(&self, target: &Target) {
+        let (wait, patience) = (self.config.poll_interval, self.config.policy.backoff_cap);
+        let forgotten = self.pauses.nothing_to_probe_with(target, wait, patience);
+        if forgotten {
+            log::info!("no event is left to probe {target} with; resuming");
+        }
+        let known = self.health.broker();
+        let is_unknown = forgotten || known == BrokerHealth::NotAsked;
+        self.heard_of_broker(if is_unknown { BrokerHealth::OnlyAnEventCanTell } else { known });
+    }
+
+    fn broker_asked(&self) {
+        *self.broker_heard.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+    }
+
+    /// How long ago the broker last said anything, or was asked.
+    fn broker_silence(&self) -> Option<Duration> {
+        let heard = self.broker_heard.lock().unwrap_or_else(PoisonError::into_inner);
+        heard.map(|then| then.elapsed())
     }
 }
 
@@ -125,6 +157,7 @@ impl Relay {
             is_pooled: OnceLock::new(),
             is_listening: AtomicBool::new(false),
             in_flight: AtomicUsize::new(0),
+            broker_heard: Mutex::new(None),
             settled: settled_tx,
             totals: Totals::default(),
             config,
@@ -168,7 +201,7 @@ impl Relay {
         let config = &shared.config;
         log::info!("relay {:?} started with {} publishers", config.relay_id, config.workers);
         let mut threads = Threads::new(&shared);
-        let (batches_tx, batches_rx) = bounded(0);
+        let (tasks_tx, tasks_rx) = bounded(0);
         let (wake_tx, wake_rx) = bounded(1);
         let is_pooled = shared.is_pooled.get() == Some(&true);
         if config.wake_ups && is_pooled {
@@ -187,18 +220,18 @@ impl Relay {
             });
         }
         for index in 0..config.workers {
-            let (batches, make) = (batches_rx.clone(), Arc::clone(&make_publisher));
+            let (tasks, make) = (tasks_rx.clone(), Arc::clone(&make_publisher));
             let number = index as i32 + 1;
             threads.spawn(&format!("publisher-{number}"), move |shared, progress| {
-                Worker::new(Arc::clone(shared), number, Arc::clone(progress), make).run(&batches);
+                Worker::new(Arc::clone(shared), number, Arc::clone(progress), make).run(&tasks);
             });
         }
-        drop(batches_rx);
+        drop(tasks_rx);
         threads.spawn("claimer", move |shared, progress| {
             claimer::Claimer::new(
                 Arc::clone(shared),
                 Arc::clone(progress),
-                batches_tx,
+                tasks_tx,
                 settled,
                 wake_rx,
             )

@@ -2,8 +2,10 @@
 //!
 //! States of the broker and of each destination (an aggregate type): *running*; *paused* until the next probe is due;
 //! *probing*, while one event is out. A probe that meets the same trouble goes back to paused with a longer wait; any
-//! other answer means that the broker is there, and everything resumes at once. The state lives in this process: another relay
-//! finds out for itself, which costs one event's failure.
+//! other answer means that the broker is there, and everything resumes at once. Where there is no event to probe with, the
+//! broker is asked without one; where that cannot be done either, the pause is forgotten after the longest backoff, since
+//! by then others have sent whatever met the trouble here. The state lives in this process: another relay finds out for
+//! itself, which costs one event's failure.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -45,6 +47,8 @@ struct Trouble {
     probes: u32,
     next_probe: Instant,
     probing: bool,
+    /// When an event last met the trouble.
+    met_at: Instant,
 }
 
 #[derive(Debug, Default)]
@@ -72,6 +76,7 @@ impl Pauses {
             probes: 0,
             next_probe: Instant::now(),
             probing: false,
+            met_at: Instant::now(),
         });
         // Batches that were in flight when the trouble began meet it as well; they say nothing about later.
         if !is_new && !was_probe {
@@ -79,6 +84,7 @@ impl Pauses {
         }
         trouble.reason = reason.into();
         trouble.probing = false;
+        trouble.met_at = Instant::now();
         trouble.probes = trouble.probes.saturating_add(1);
         let pace = Policy { backoff_cap: longest, ..Policy::default() };
         // Not full jitter: a probe a moment after the failure would find out nothing.
@@ -105,6 +111,21 @@ impl Pauses {
             trouble.probing = false;
             trouble.next_probe = Instant::now() + wait;
         }
+    }
+
+    /// There was no event to probe with, and no other way to ask. True when the pause is forgotten: it has been like this
+    /// for `patience`. Otherwise the next probe is due after `wait`.
+    pub(crate) fn nothing_to_probe_with(
+        &self,
+        target: &Target,
+        wait: Duration,
+        patience: Duration,
+    ) -> bool {
+        if self.state().get(target).is_some_and(|trouble| trouble.met_at.elapsed() >= patience) {
+            return self.clear(target);
+        }
+        self.not_probed(target, wait);
+        false
     }
 
     /// Whether nothing may be sent to the destination now.
@@ -242,6 +263,20 @@ mod tests {
         assert_eq!(pauses.next_probe(), None, "or the claimer would not sleep");
         trip(&pauses, &targets[1], true);
         assert!(matches!(pauses.allowed(later), Allowed::Probe(_)));
+    }
+
+    #[test]
+    fn a_pause_that_nothing_can_end_is_forgotten() {
+        let pauses = Pauses::default();
+        let invoices = Target::Destination("invoice".into());
+        trip(&pauses, &invoices, false);
+        let hour = Duration::from_secs(3600);
+        assert!(!pauses.nothing_to_probe_with(&invoices, CAP, hour));
+        let next = pauses.next_probe().expect("paused");
+        assert!(next.duration_since(Instant::now()) > CAP / 2);
+        assert!(pauses.nothing_to_probe_with(&invoices, CAP, Duration::ZERO));
+        assert!(!pauses.is_paused("invoice"));
+        assert!(!pauses.nothing_to_probe_with(&invoices, CAP, Duration::ZERO), "no news");
     }
 
     #[test]

@@ -97,6 +97,6 @@ impl Shared {
     /// A batch has left the process.
     pub(super) fn batch_is_settled(&self) {
         self.in_flight.fetch_sub(1, Ordering::AcqRel);
-        let _ = self.settled.try_send(());
+        self.wake_claimer();
     }
 }

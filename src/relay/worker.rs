@@ -2,7 +2,8 @@
 //!
 //! Between two waves nothing is open: no transaction, no row lock. Before each wave the worker makes sure that the lease
 //! will outlast it, and that nobody has asked for a stop or a pause. Every event of a batch ends in the verdict; when
-//! the verdict cannot be written, the leases lapse and the events come back.
+//! the verdict cannot be written, the leases lapse and the events come back. Between two batches a worker may be told to ask
+//! the broker how it is, without an event.
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -13,7 +14,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Receiver, RecvTimeoutError};
 
 use super::batch::{Batch, Wave};
-use super::health::Progress;
+use super::health::{BrokerHealth, Progress};
 use super::link::Link;
 use super::pause::Target;
 use super::{MakePublisher, Shared};
@@ -23,6 +24,14 @@ use crate::policy::{Decision, FailureKind, FailureScope, History, PublishError};
 use crate::publisher::{Outcomes, Publisher};
 use crate::store::relays;
 use crate::store::verdict::{Failure, Verdict};
+
+/// What the claimer hands to a worker.
+pub(crate) enum Task {
+    /// Send these events and write what became of them.
+    Publish(Batch),
+    /// Ask the broker whether it would take events.
+    AskBroker,
+}
 
 pub(crate) struct Worker {
     shared: Arc<Shared>,
@@ -48,14 +57,15 @@ impl Worker {
     }
 
     /// Works until the claimer has gone.
-    pub(crate) fn run(mut self, batches: &Receiver<Batch>) {
+    pub(crate) fn run(mut self, tasks: &Receiver<Task>) {
         self.tell(relays::started);
         loop {
-            match batches.recv_timeout(self.shared.config.heartbeat_interval) {
-                Ok(batch) => {
+            match tasks.recv_timeout(self.shared.config.heartbeat_interval) {
+                Ok(Task::Publish(batch)) => {
                     self.work(batch);
                     self.shared.batch_is_settled();
                 }
+                Ok(Task::AskBroker) => self.ask_broker(),
                 Err(RecvTimeoutError::Timeout) => self.tell(relays::beat),
                 Err(RecvTimeoutError::Disconnected) => return,
             }
@@ -142,33 +152,63 @@ impl Worker {
     /// Calls the publisher. A panic in it is an unexplained failure of what had no outcome yet.
     fn publish(&mut self, wave: &Wave, deadline: Instant) -> Outcomes {
         let mut outcomes = Outcomes::new(wave.events.len());
-        let (make, index) = (&self.make_publisher, self.number as usize - 1);
-        let publisher = &mut self.publisher;
-        let caught = catch_unwind(AssertUnwindSafe(|| {
-            publisher.get_or_insert_with(|| make(index)).publish(
-                &wave.events,
-                deadline,
-                &mut outcomes,
-            );
-        }));
-        if let Err(panic) = caught {
-            // Its state may be broken; the next wave gets a new one. Dropping it may panic, too.
-            let broken = self.publisher.take();
-            let _ = catch_unwind(AssertUnwindSafe(|| drop(broken)));
-            let reason = format!("the publisher panicked: {}", panic_text(panic.as_ref()));
-            log::error!("{reason}");
+        let called = self
+            .call_publisher(|publisher| publisher.publish(&wave.events, deadline, &mut outcomes));
+        if let Err(reason) = called {
             outcomes.fail_unset(&PublishError::unexplained(reason).in_doubt());
         }
         outcomes
     }
 
+    /// Calls the publisher, made when it is first needed. A panic in it is caught and told.
+    fn call_publisher<T>(
+        &mut self,
+        call: impl FnOnce(&mut dyn Publisher) -> T,
+    ) -> Result<T, String> {
+        let (make, index) = (&self.make_publisher, self.number as usize - 1);
+        let publisher = &mut self.publisher;
+        catch_unwind(AssertUnwindSafe(|| {
+            call(publisher.get_or_insert_with(|| make(index)).as_mut())
+        }))
+        .map_err(|panic| {
+            // Its state may be broken; the next call gets a new one. Dropping it may panic, too.
+            let broken = self.publisher.take();
+            let _ = catch_unwind(AssertUnwindSafe(|| drop(broken)));
+            let reason = format!("the publisher panicked: {}", panic_text(panic.as_ref()));
+            log::error!("{reason}");
+            reason
+        })
+    }
+
+    /// Finds out without an event whether the broker would take one: at the start, while idle, or as a probe.
+    fn ask_broker(&mut self) {
+        let deadline = Instant::now() + self.shared.config.publish_timeout;
+        let answer = self.call_publisher(|publisher| publisher.check(deadline));
+        match answer {
+            Ok(Some(Ok(()))) => self.answers(&Target::Broker),
+            Ok(Some(Err(error))) => self.trip(&Target::Broker, &error, true),
+            Err(reason) => self.trip(&Target::Broker, &PublishError::unexplained(reason), true),
+            Ok(None) => self.shared.nothing_to_probe_with(&Target::Broker),
+        }
+        self.shared.wake_claimer();
+    }
+
+    fn answers(&self, target: &Target) {
+        if self.shared.pauses.clear(target) {
+            log::info!("{target} answers again; everything resumes");
+            self.shared.wake_claimer();
+        }
+        self.shared.heard_of_broker(BrokerHealth::Answers);
+    }
+
     fn judge(&mut self, batch: &mut Batch, wave: &Wave, outcomes: Outcomes, verdict: &mut Verdict) {
-        let mut tripped = BTreeSet::new();
+        let (mut tripped, mut confirmed) = (BTreeSet::new(), false);
         for ((event, &(run, past)), result) in
             wave.events.iter().zip(&wave.origins).zip(outcomes.into_results())
         {
             let Err(error) = result else {
                 verdict.published.push(event.id);
+                confirmed = true;
                 continue;
             };
             batch.release_run(run, verdict);
@@ -196,10 +236,11 @@ impl Worker {
             }
             if tripped.contains(&Target::Broker) {
                 self.shared.pauses.not_probed(&target, Duration::ZERO);
-            } else if self.shared.pauses.clear(&target) {
-                log::info!("{target} answers again; everything resumes");
-                self.shared.pause_changed();
+            } else {
+                self.answers(&target);
             }
+        } else if confirmed {
+            self.shared.heard_of_broker(BrokerHealth::Answers);
         }
     }
 
@@ -219,7 +260,8 @@ impl Worker {
                 error.reason()
             );
         }
-        self.shared.pause_changed();
+        self.shared.heard_of_broker(BrokerHealth::Answers);
+        self.shared.wake_claimer();
     }
 
     fn fail(

@@ -241,6 +241,32 @@ impl RabbitMqPublisher {
         }
         Ok(())
     }
+
+    /// Whether the exchange is there, and publishers are not blocked.
+    fn find_exchange(&mut self, deadline: Instant) -> Result<(), PublishError> {
+        let mut link = self.take_link(deadline)?;
+        // The default exchange is always there, and may not be asked about.
+        let found = if self.config.exchange.is_empty() {
+            Some(Ok(()))
+        } else {
+            link.find_exchange(&self.config.exchange, deadline)
+        };
+        if found.is_none() {
+            link.break_off();
+        }
+        self.link = Some(link);
+        match found {
+            Some(Ok(())) => Ok(()),
+            Some(Err(error)) => Err(match classify::fault(&self.config, &error) {
+                Fault::Everyone(error) | Fault::RoutingKey(_, error) => error,
+                Fault::Unknown(reason) => PublishError::transient(reason).broker(),
+                Fault::TooLarge { .. } => PublishError::transient(error.to_string()).broker(),
+            }),
+            None => {
+                Err(PublishError::transient("no answer from RabbitMQ before the deadline").broker())
+            }
+        }
+    }
 }
 
 /// Fails the culprits, and puts in doubt what was sent before the first of them (everything, if there is none).
@@ -273,29 +299,8 @@ impl Publisher for RabbitMqPublisher {
         }
     }
 
-    fn check(&mut self, deadline: Instant) -> Result<(), PublishError> {
-        let mut link = self.take_link(deadline)?;
-        // The default exchange is always there, and may not be asked about.
-        let found = if self.config.exchange.is_empty() {
-            Some(Ok(()))
-        } else {
-            link.find_exchange(&self.config.exchange, deadline)
-        };
-        if found.is_none() {
-            link.break_off();
-        }
-        self.link = Some(link);
-        match found {
-            Some(Ok(())) => Ok(()),
-            Some(Err(error)) => Err(match classify::fault(&self.config, &error) {
-                Fault::Everyone(error) | Fault::RoutingKey(_, error) => error,
-                Fault::Unknown(reason) => PublishError::transient(reason).broker(),
-                Fault::TooLarge { .. } => PublishError::transient(error.to_string()).broker(),
-            }),
-            None => {
-                Err(PublishError::transient("no answer from RabbitMQ before the deadline").broker())
-            }
-        }
+    fn check(&mut self, deadline: Instant) -> Option<Result<(), PublishError>> {
+        Some(self.find_exchange(deadline))
     }
 }
 
