@@ -170,6 +170,8 @@ CREATE TABLE "outbox".outbox_relay (
     worker        integer     NOT NULL,
     started_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
     heartbeat_at  timestamptz DEFAULT clock_timestamp(),
+    only_types    text[]      NOT NULL DEFAULT '{}',
+    except_types  text[]      NOT NULL DEFAULT '{}',
     paused_types  text[]      NOT NULL DEFAULT '{}',
     paused_reason text,
     paused_since  timestamptz,
@@ -185,6 +187,8 @@ COMMENT ON COLUMN "outbox".outbox_relay.relay_id IS 'The relay, stable across re
 COMMENT ON COLUMN "outbox".outbox_relay.worker IS 'Its thread: 0 claims, 1 and up publish. A row each, so that they never wait for each other';
 COMMENT ON COLUMN "outbox".outbox_relay.started_at IS 'When the thread last started';
 COMMENT ON COLUMN "outbox".outbox_relay.heartbeat_at IS 'Its last progress; NULL after a clean stop. A relay is alive while the oldest of its beats is younger than 30 s';
+COMMENT ON COLUMN "outbox".outbox_relay.only_types IS 'The aggregate types it serves; {} for all. Said by thread 0 only';
+COMMENT ON COLUMN "outbox".outbox_relay.except_types IS 'The aggregate types it leaves to others. Said by thread 0 only';
 COMMENT ON COLUMN "outbox".outbox_relay.paused_types IS 'Destinations that are paused; {*} for the whole broker';
 COMMENT ON COLUMN "outbox".outbox_relay.paused_reason IS 'Why';
 COMMENT ON COLUMN "outbox".outbox_relay.paused_since IS 'Since when';
@@ -388,18 +392,22 @@ END $body$;
 COMMENT ON FUNCTION "outbox".outbox_append(text, text, text, json, text, jsonb, uuid, timestamptz)
     IS 'Appends an event whose payload is JSON';
 
--- A quoted literal has no type of its own; this form makes it JSON, and an error where it is none.
+-- A quoted literal has no type of its own; this form checks it where the content type says that it is JSON.
 CREATE FUNCTION "outbox".outbox_append(
     aggregate_type text, aggregate_id text, event_type text, payload text,
     content_type text DEFAULT 'application/json', headers jsonb DEFAULT '{}', event_id uuid DEFAULT NULL,
     not_before timestamptz DEFAULT NULL) RETURNS uuid
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
-    RETURN "outbox".outbox_append(aggregate_type, aggregate_id, event_type, payload::json,
+    content_type := coalesce(content_type, 'application/json');
+    IF content_type ~* '^[^;]*[/+]json *(;|$)' THEN
+        PERFORM payload::json;
+    END IF;
+    RETURN "outbox".outbox_append(aggregate_type, aggregate_id, event_type, convert_to(payload, 'UTF8'),
         content_type, headers, event_id, not_before);
 END $body$;
 COMMENT ON FUNCTION "outbox".outbox_append(text, text, text, text, text, jsonb, uuid, timestamptz)
-    IS 'Appends an event whose payload is JSON in a string';
+    IS 'Appends an event whose payload is a string: JSON, unless the content type says otherwise';
 
 -- Nobody writes unless granted: see `pg-outbox migrate --help`. By name, because the schema may have functions of
 -- others as well.

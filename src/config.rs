@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::error::Error;
+use crate::event::MAX_AGGREGATE_TYPE_BYTES;
 use crate::policy::Policy;
 
 /// The schema that is used where none is named.
@@ -210,6 +211,11 @@ impl RelayConfigBuilder {
         if !config.only.is_empty() && !config.except.is_empty() {
             return refuse("only and except exclude each other; set one of them".into());
         }
+        for (name, types) in [("only", &config.only), ("except", &config.except)] {
+            for aggregate_type in types {
+                check_name(name, aggregate_type, MAX_AGGREGATE_TYPE_BYTES)?;
+            }
+        }
         Ok(config)
     }
 }
@@ -294,6 +300,11 @@ mod tests {
                 builder().only(vec!["a".into()]).except(vec!["b".into()]),
                 "only and except exclude each other",
             ),
+            (
+                builder().only(vec!["a".into(), String::new()]),
+                "only (\"\") must have 1 to 255 bytes",
+            ),
+            (builder().except(vec!["a\n".into()]), "except (\"a\\n\") must have 1 to 255 bytes"),
             (
                 builder().publish_timeout(26 * SECOND).lease(60 * SECOND),
                 "publish_timeout (26s) must be at most 25s",

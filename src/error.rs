@@ -91,6 +91,14 @@ impl Error {
             (Some("22023" | "23514" | "22021" | "22P05" | "23502"), _) => {
                 Self::new(Kind::InvalidEvent, detail, Some(source))
             }
+            // No such schema, table or function: there is no outbox, or not of this version.
+            (Some("3F000" | "42P01" | "42883"), _) => Self::new(
+                Kind::SchemaMissing,
+                format!(
+                    "appending to the outbox: {detail}; is the schema's name right, and was `pg-outbox migrate` run?"
+                ),
+                Some(source),
+            ),
             (Some("42501"), _) => Self::new(
                 Kind::Database,
                 format!(
@@ -196,9 +204,12 @@ impl Error {
 }
 
 /// The driver's message with the server's own words, which its `Display` leaves to `source()`.
-fn describe(error: &(dyn StdError + 'static)) -> String {
+#[doc(hidden)]
+pub fn describe(error: &(dyn StdError + 'static)) -> String {
     if let Some(db) = error.downcast_ref::<postgres::Error>().and_then(|e| e.as_db_error()) {
-        return format!("{} (SQLSTATE {})", db.message(), db.code().code());
+        let code = db.code().code();
+        let hint = if code == "25006" { "; connect to the primary" } else { "" };
+        return format!("{} (SQLSTATE {code}){hint}", db.message());
     }
     let mut text = error.to_string();
     let mut cause = error.source();

@@ -77,6 +77,8 @@ pub mod store;
 
 pub use append::{Outbox, append, append_all};
 pub use config::{RelayConfig, RelayConfigBuilder};
+#[doc(hidden)]
+pub use error::describe;
 pub use error::{BoxError, Error};
 pub use event::*;
 pub use moment::Moment;

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use common::{Database, eventually};
-use pg_outbox::{Error, NewEvent, append, append_all};
+use pg_outbox::{Error, NewEvent, Outbox, Schema, append, append_all};
 use postgres::fallible_iterator::FallibleIterator;
 use postgres::{Client, Transaction};
 use uuid::Uuid;
@@ -361,7 +361,40 @@ fn json_keeps_its_text_in_every_form() {
     );
     assert_eq!(row.unwrap().get::<_, String>(0), "application/octet-stream");
     db.execute("DELETE FROM outbox.outbox");
-    refused(&mut client, "SELECT outbox.outbox_append('o', '1', 't', 'no json')", "22P02", "json");
+    for form in ["", ", NULL", ", 'application/problem+json; charset=utf-8'"] {
+        let sql = format!("SELECT outbox.outbox_append('o', '1', 't', 'no json'{form})");
+        refused(&mut client, &sql, "22P02", "json");
+    }
+    let text = "SELECT outbox.outbox_append('o', '1', 't', 'no json', 'text/plain')";
+    let id: Uuid = client.query_one(text, &[]).unwrap().get(0);
+    let row = client
+        .query_one("SELECT payload, content_type FROM outbox.outbox WHERE event_id = $1", &[&id]);
+    let row = row.unwrap();
+    assert_eq!((row.get(0), row.get(1)), (b"no json".to_vec(), "text/plain".to_owned()));
+}
+
+#[test]
+fn without_an_outbox_it_says_what_to_do() {
+    let db = Database::create_empty();
+    let mut client = db.client();
+    for schema in ["outbox", "elsewhere"] {
+        let mut transaction = client.transaction().unwrap();
+        let outbox = Outbox::in_schema(Schema::new(schema).unwrap());
+        let error = outbox.append(&mut transaction, &event("1")).unwrap_err();
+        assert!(error.is_schema_mismatch(), "{error}");
+        assert!(error.to_string().contains("`pg-outbox migrate`"), "{error}");
+        drop(transaction);
+        client.batch_execute("CREATE SCHEMA IF NOT EXISTS elsewhere").unwrap();
+    }
+}
+
+#[test]
+fn a_read_only_database_says_where_to_connect() {
+    let db = Database::create();
+    let mut client = db.client();
+    let mut transaction = client.build_transaction().read_only(true).start().unwrap();
+    let error = append(&mut transaction, &event("1")).unwrap_err();
+    assert!(error.to_string().contains("connect to the primary"), "{error}");
 }
 
 #[test]

@@ -276,7 +276,7 @@ fn a_relay_resumes_although_another_takes_every_event() {
     broken.take_down(refused());
     append_each(&db, "order", 20);
     let relay_a = start(&db, config("relay-a"), &broken);
-    eventually("the first relay pauses", SOON, || !relay_a.health().broker().is_ready());
+    eventually("the first relay pauses", SOON, || is_paused(&relay_a));
     let _relay_b = start(&db, config("relay-b"), &sound);
     eventually("the second publishes all", SOON, || db.count("status = 'published'") == 20);
     broken.mend();

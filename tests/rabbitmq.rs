@@ -142,7 +142,7 @@ fn messages_are_as_documented(rabbit: &Rabbit) {
         .exchange("documented")
         .routing_key("{aggregate_type}.{event_type}");
     let mut publisher = publisher(config);
-    publisher.check(Instant::now() + PATIENCE).unwrap();
+    publisher.check(Instant::now() + PATIENCE).unwrap().unwrap();
     let mut event = event(1);
     event.created_at += Duration::from_millis(1_700_000_000_500);
     event.headers.insert("traceparent".into(), "00-abc".into());
@@ -294,7 +294,7 @@ fn an_exchange_is_deleted_and_declared_again(rabbit: &Rabbit) {
     let results = publish(&mut publisher, &events(1..=3));
     results.iter().for_each(|result| assert_failed(result, Transient, Broker, false, &words));
     rabbit.route("gone");
-    publisher.check(Instant::now() + PATIENCE).unwrap();
+    publisher.check(Instant::now() + PATIENCE).unwrap().unwrap();
     assert_published(&publish(&mut publisher, &events(1..=3)));
     assert_eq!(ids(rabbit, "gone"), [1, 2, 3]);
     rabbit.delete_exchange("gone");
@@ -471,7 +471,7 @@ fn tls_is_verified(rabbit: &Rabbit) {
         RabbitMqConfig::builder(format!("amqps://guest:guest@{host}:{port}/%2f")).exchange("secret")
     };
     let mut trusted = publisher(builder("localhost").ca_file(path("ca.pem")));
-    trusted.check(Instant::now() + PATIENCE).unwrap();
+    trusted.check(Instant::now() + PATIENCE).unwrap().unwrap();
     assert_published(&publish(&mut trusted, &[sized(1, 300_000), event(2)]));
     assert_eq!(ids(rabbit, "secret"), [1, 2]);
     for (builder, expected) in [

@@ -174,6 +174,26 @@ fn no_relay_or_none_that_is_not_paused() {
 }
 
 #[test]
+fn no_relay_that_serves_its_type() {
+    let mut case = Case::new();
+    let relays = |case: &mut Case, only: &str, except: &str| {
+        let serves = format!(
+            "UPDATE outbox.outbox_relay SET only_types = '{only}', except_types = '{except}' WHERE worker = 0"
+        );
+        case.client.batch_execute(&serves).expect("an update");
+        case.ask(1).answer
+    };
+    assert_eq!(relays(&mut case, "{order}", "{}"), Answer::Waits(Wait::Due));
+    assert_eq!(relays(&mut case, "{invoice}", "{}"), Answer::Waits(Wait::NotServed));
+    assert_eq!(relays(&mut case, "{}", "{order}"), Answer::Waits(Wait::NotServed));
+    has(&case.ask(1), &["It is due, but no living relay serves its aggregate type: see --only"]);
+    case.client
+        .batch_execute("INSERT INTO outbox.outbox_relay (relay_id, worker) VALUES ('relay-b', 0)")
+        .expect("a row");
+    assert_eq!(case.ask(1).answer, Answer::Waits(Wait::Due), "relay-b serves all");
+}
+
+#[test]
 fn finding_what_is_in_front_reads_one_row_of_each_kind() {
     let mut case = Case::new();
     case.client.batch_execute(

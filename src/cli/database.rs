@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use pg_outbox::Schema;
+pub(crate) use pg_outbox::describe;
 use postgres::config::{Host, SslMode, TargetSessionAttrs};
 use postgres::{Client, Config, NoTls};
 
@@ -109,23 +110,6 @@ pub(crate) fn connect(config: &Config) -> Result<Client, Failure> {
     config.connect(NoTls).map_err(|error| {
         Failure::failed(format!("connecting to {}: {}", address(config), describe(&error)))
     })
-}
-
-/// An error with the server's own words, and without a missing password's riddle.
-pub(crate) fn describe(error: &postgres::Error) -> String {
-    if let Some(db) = error.as_db_error() {
-        return format!("{} (SQLSTATE {})", db.message(), db.code().code());
-    }
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(inner) = cause {
-        let inner_text = inner.to_string();
-        if !text.contains(&inner_text) {
-            text = format!("{text}: {inner_text}");
-        }
-        cause = inner.source();
-    }
-    text
 }
 
 /// `host:port/database`, for people.

@@ -1,12 +1,12 @@
 //! `run`: the relay, its endpoint, and the signals that stop them.
 //!
-//! The first signal asks the relay to stop, and starts a watch that ends the process should the relay not keep its time. The
-//! second leaves at once; the events in flight come back when their leases lapse.
+//! The first signal asks the relay to stop, and starts a watch that ends the process should the relay not keep its time. A
+//! second leaves at once, and the events in flight come back when their leases lapse. One that comes within a moment of the
+//! first is the same wish: supervisors signal the process and then its group.
 
 use std::process;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pg_outbox::http::{self, HttpServer};
 use pg_outbox::{Health, Relay, StopHandle};
@@ -20,6 +20,8 @@ use super::{logger, settings};
 
 /// What the exit code of a process that was interrupted is by custom.
 const INTERRUPTED: i32 = 130;
+/// Signals within this are one.
+const SAME_WISH: Duration = Duration::from_secs(1);
 /// How much later than `shutdown_timeout` the watch ends the process.
 const GRACE: Duration = Duration::from_secs(2);
 /// A scrape must not wait for long.
@@ -63,14 +65,18 @@ fn serve(
 }
 
 fn stop_on_signals(stop: StopHandle, shutdown_timeout: Duration) -> Result<(), Failure> {
-    let signals = AtomicUsize::new(0);
+    let mut first: Option<Instant> = None;
     let handler = move || {
-        if signals.fetch_add(1, Ordering::SeqCst) > 0 {
+        if let Some(first) = first {
+            if first.elapsed() < SAME_WISH {
+                return;
+            }
             log::warn!(
                 "interrupted again: leaving at once; what was in flight comes back when its lease lapses"
             );
             process::exit(INTERRUPTED);
         }
+        first = Some(Instant::now());
         log::info!("stopping; a second signal leaves at once");
         stop.stop();
         watch(shutdown_timeout);

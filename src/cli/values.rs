@@ -62,6 +62,14 @@ pub(crate) fn time(text: &str) -> Result<SystemTime, String> {
     })
 }
 
+/// One name of a list; blanks around it are not part of it.
+pub(crate) fn name(text: &str) -> Result<String, String> {
+    match text.trim() {
+        "" => Err("a name is empty; names are written as order,invoice".into()),
+        name => Ok(name.into()),
+    }
+}
+
 /// A header as `name=value`.
 pub(crate) fn header(text: &str) -> Result<(String, String), String> {
     let (name, value) = text.split_once('=').ok_or("a header is written as name=value")?;
@@ -103,5 +111,7 @@ mod tests {
         assert!(time("tomorrow").is_err());
         assert_eq!(header("a=b=c"), Ok(("a".into(), "b=c".into())));
         assert!(header("a").is_err());
+        assert_eq!(name(" order "), Ok("order".into()));
+        assert!(name(" ").is_err());
     }
 }

@@ -78,10 +78,11 @@ impl Claimer {
 
     /// Claims until asked to stop.
     pub(crate) fn run(mut self) {
-        let workers = self.shared.config.workers as i32;
+        let (shared, workers) = (Arc::clone(&self.shared), self.shared.config.workers as i32);
         // Nothing is claimed before the relay may write what it says of itself: verdicts go the same way.
         while !self.patiently(|session, relay| {
             relays::started(session, relay, 0)?;
+            relays::serves(session, relay, &shared.config.only, &shared.config.except)?;
             relays::ended(session, relay, workers + 1)
         }) && !self.shared.stop.wait(self.shared.config.poll_interval)
         {}
@@ -169,10 +170,12 @@ impl Claimer {
         asked
     }
 
-    /// Whether the broker should be asked, since nothing was heard of it for as long as a heartbeat.
+    /// Whether the broker should be asked, since nothing was heard of it for as long as a heartbeat. What is being
+    /// published will tell by itself.
     fn broker_is_silent(&self) -> bool {
         let silence = self.shared.broker_silence();
-        silence.is_none_or(|silence| silence >= self.shared.config.heartbeat_interval)
+        let is_idle = self.shared.in_flight.load(Ordering::Acquire) == 0;
+        is_idle && silence.is_none_or(|silence| silence >= self.shared.config.heartbeat_interval)
     }
 
     fn claim(&mut self, request: &Request) -> Result<(Option<Batch>, usize), Error> {

@@ -199,7 +199,13 @@ impl Relay {
     fn supervise(self) -> Result<RunReport, Error> {
         let Self { shared, make_publisher, settled } = self;
         let config = &shared.config;
-        log::info!("relay {:?} started with {} publishers", config.relay_id, config.workers);
+        let serves = match (config.only.is_empty(), config.except.is_empty()) {
+            (true, true) => "all aggregate types".into(),
+            (true, false) => format!("all aggregate types but {:?}", config.except),
+            (false, _) => format!("only the aggregate types {:?}", config.only),
+        };
+        let (relay_id, workers) = (&config.relay_id, config.workers);
+        log::info!("relay {relay_id:?} started with {workers} publishers and serves {serves}");
         let mut threads = Threads::new(&shared);
         let (tasks_tx, tasks_rx) = bounded(0);
         let (wake_tx, wake_rx) = bounded(1);

@@ -26,6 +26,15 @@ ON CONFLICT (relay_id, worker) DO UPDATE
     doing: "registering the relay",
 };
 
+/// `$1` relay id, `$2` the only aggregate types that it serves (empty for all), `$3` those that it leaves to others. For
+/// people who look for the relay that should have taken an event.
+pub static SERVES: Statement = Statement {
+    sql: r#"
+UPDATE "outbox".outbox_relay SET only_types = $2, except_types = $3 WHERE relay_id = $1 AND worker = 0"#,
+    types: &[Type::TEXT, Type::TEXT_ARRAY, Type::TEXT_ARRAY],
+    doing: "registering the relay",
+};
+
 /// `$1` relay id, `$2` first worker. These threads ended cleanly (or a restart has fewer), so their old beats must not
 /// make the relay look dead, or alive. The counters stay.
 pub static ENDED: Statement = Statement {
@@ -83,6 +92,19 @@ pub fn beat(session: &mut Session, relay_id: &str, worker: i32) -> Result<(), Er
 /// The database's.
 pub fn started(session: &mut Session, relay_id: &str, worker: i32) -> Result<(), Error> {
     session.query(&STARTED, &[&relay_id, &worker]).map(drop)
+}
+
+/// See [`SERVES`].
+///
+/// # Errors
+/// The database's.
+pub fn serves(
+    session: &mut Session,
+    relay_id: &str,
+    only: &[String],
+    except: &[String],
+) -> Result<(), Error> {
+    session.query(&SERVES, &[&relay_id, &only, &except]).map(drop)
 }
 
 /// See [`ENDED`].

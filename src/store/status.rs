@@ -30,7 +30,7 @@ pub const SCRAPE_SETTINGS: &str = "SET TRANSACTION READ ONLY; SET LOCAL enable_s
 /// Every thread of every relay. Takes nothing; a small table, read whole. `alive` follows the rule of the metrics: the
 /// slowest thread of the relay that has not stopped cleanly made progress within 30 s.
 pub const RELAYS: &str = r#"
-SELECT relay_id, worker, started_at, heartbeat_at, paused_types, paused_reason, paused_since,
+SELECT relay_id, worker, started_at, heartbeat_at, only_types, except_types, paused_types, paused_reason, paused_since,
        published, retried, dead_lettered, lease_lost, statement_timestamp() AS now,
        coalesce(min(heartbeat_at) OVER (PARTITION BY relay_id) > statement_timestamp() - interval '30 s', false) AS alive
   FROM "outbox".outbox_relay
@@ -50,6 +50,10 @@ pub struct RelayRow {
     pub heartbeat: Option<Moment>,
     /// Whether the relay, by the slowest of its threads, is alive.
     pub alive: bool,
+    /// The aggregate types that it serves; empty for all. Known of thread 0 only.
+    pub only_types: Vec<String>,
+    /// The aggregate types that it leaves to others. Known of thread 0 only.
+    pub except_types: Vec<String>,
     /// Destinations that it paused; `*` is the whole broker.
     pub paused_types: Vec<String>,
     /// Why.
@@ -64,6 +68,14 @@ pub struct RelayRow {
     pub dead_lettered: i64,
     /// Verdicts and renewals of its that came too late.
     pub lease_lost: i64,
+}
+
+impl RelayRow {
+    /// Whether the relay takes events of this type, as far as this thread says.
+    pub(super) fn serves(&self, aggregate_type: &str) -> bool {
+        let among = |types: &[String]| types.iter().any(|name| name == aggregate_type);
+        (self.only_types.is_empty() || among(&self.only_types)) && !among(&self.except_types)
+    }
 }
 
 /// Metrics and relays at one time.
@@ -160,6 +172,8 @@ pub(super) fn relays(
             started: Moment::new(row.get("started_at"), now),
             heartbeat: moment("heartbeat_at"),
             alive: row.get("alive"),
+            only_types: row.get("only_types"),
+            except_types: row.get("except_types"),
             paused_types: row.get("paused_types"),
             paused_reason: row.get("paused_reason"),
             paused_since: moment("paused_since"),

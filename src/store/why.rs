@@ -135,6 +135,8 @@ pub enum Wait {
     },
     /// No relay is alive that could take it.
     NoRelay,
+    /// Relays are alive, but none of them serves its aggregate type.
+    NotServed,
     /// Every living relay paused its destination or the broker.
     #[non_exhaustive]
     Paused {
@@ -215,6 +217,14 @@ fn waits(event: &EventDetails, relays: &[RelayRow]) -> Wait {
         relays.iter().filter(|relay| relay.alive && relay.heartbeat.is_some()).collect();
     if alive.is_empty() {
         return Wait::NoRelay;
+    }
+    let refuses = |relay: &RelayRow| !relay.serves(&event.aggregate_type);
+    let refused_by: Vec<_> =
+        alive.iter().filter(|relay| refuses(relay)).map(|r| &r.relay_id).collect();
+    let alive: Vec<_> =
+        alive.iter().filter(|relay| !refused_by.contains(&&relay.relay_id)).collect();
+    if alive.is_empty() {
+        return Wait::NotServed;
     }
     let paused = |relay: &RelayRow| {
         relay.paused_types.iter().any(|paused| paused == "*" || *paused == event.aggregate_type)
@@ -299,6 +309,10 @@ impl fmt::Display for Sentence<'_> {
             Wait::NoRelay => {
                 write!(f, "{name} is due, but no relay is alive. Start one with `pg-outbox run`.")
             }
+            Wait::NotServed => write!(
+                f,
+                "{name} is due, but no living relay serves its aggregate type: see --only and --except of `pg-outbox run`."
+            ),
             Wait::Paused { reason, since } => write!(
                 f,
                 "{name} is due, but every living relay paused its destination{}: {}.",

@@ -9,7 +9,8 @@ use pg_outbox::store::claim::{self, Claim, Class, Request};
 use pg_outbox::store::verdict::{self, Failure, Settled, Verdict};
 use pg_outbox::store::{Session, Statement};
 use pg_outbox::{
-    Event, Policy, Relay, RelayConfig, RelayConfigBuilder, RunningRelay, Schema, ScriptedBroker,
+    BrokerHealth, Event, Policy, Relay, RelayConfig, RelayConfigBuilder, RunningRelay, Schema,
+    ScriptedBroker,
 };
 use postgres::types::ToSql;
 
@@ -37,6 +38,11 @@ pub fn start(db: &Database, config: RelayConfigBuilder, broker: &ScriptedBroker)
     let broker = broker.clone();
     let config = config.build().expect("settings that make sense");
     Relay::new(config, db.factory(), move |_| broker.publisher()).start()
+}
+
+/// Whether the relay knows that its broker is away.
+pub fn is_paused(relay: &RunningRelay) -> bool {
+    matches!(relay.health().broker(), BrokerHealth::InTrouble(_))
 }
 
 /// A relay's session.

@@ -165,9 +165,9 @@ pub(crate) struct SettingsArgs {
     #[arg(long, value_name = "TIME", default_value = "25s", env = "PG_OUTBOX_SHUTDOWN_TIMEOUT", value_parser = values::duration)]
     pub(crate) shutdown_timeout: Duration,
     /// Serve only these aggregate types, separated by commas [default: all]
-    #[arg(long, value_name = "TYPES", env = "PG_OUTBOX_ONLY", value_delimiter = ',')]
+    #[arg(long, value_name = "TYPES", env = "PG_OUTBOX_ONLY", value_delimiter = ',', value_parser = values::name)]
     pub(crate) only: Vec<String>,
     /// Leave these aggregate types to other relays [default: none]
-    #[arg(long, value_name = "TYPES", env = "PG_OUTBOX_EXCEPT", value_delimiter = ',')]
+    #[arg(long, value_name = "TYPES", env = "PG_OUTBOX_EXCEPT", value_delimiter = ',', value_parser = values::name)]
     pub(crate) except: Vec<String>,
 }
