@@ -116,6 +116,7 @@ fn as_json(status: &Status) -> Value {
             "pending_rows": s.pending_rows, "retrying_rows": s.retrying_rows, "leased_rows": s.leased_rows,
             "held_rows": s.held_rows, "dead_rows": s.dead_rows,
             "oldest_pending_age_seconds": s.oldest_pending_age_seconds, "oldest_dead_age_seconds": s.oldest_dead_age_seconds,
+            "dying_within_1h_rows": s.dying_within_1h_rows, "dying_within_6h_rows": s.dying_within_6h_rows,
             "relays_alive": s.relays_alive, "relays_paused": s.relays_paused, "published_total": s.published_total,
             "retried_total": s.retried_total, "dead_lettered_total": s.dead_lettered_total, "lease_lost_total": s.lease_lost_total,
         },

@@ -75,9 +75,11 @@ impl Claimer {
     /// Claims until asked to stop.
     pub(crate) fn run(mut self) {
         let workers = self.shared.config.workers as i32;
+        let window = self.shared.config.policy.transient_window;
         // Nothing is claimed before the relay may write what it says of itself: verdicts go the same way.
         while !self.patiently(|session, relay| {
             relays::started(session, relay, 0)?;
+            relays::window(session, relay, window)?;
             relays::ended(session, relay, workers + 1)
         }) && !self.shared.stop.wait(self.shared.config.poll_interval)
         {}

@@ -26,6 +26,14 @@ ON CONFLICT (relay_id, worker) DO UPDATE
     doing: "registering the relay",
 };
 
+/// `$1` relay id, `$2` seconds. How long the relay lets events fail, so that a scrape can tell which will die.
+pub static WINDOW: Statement = Statement {
+    sql: r#"
+UPDATE "outbox".outbox_relay SET transient_window = $2 * interval '1 second' WHERE relay_id = $1 AND worker = 0"#,
+    types: &[Type::TEXT, Type::FLOAT8],
+    doing: "registering the relay",
+};
+
 /// `$1` relay id, `$2` first worker. These threads ended cleanly (or a restart has fewer), so their old beats must not
 /// make the relay look dead, or alive. The counters stay.
 pub static ENDED: Statement = Statement {
@@ -83,6 +91,14 @@ pub fn beat(session: &mut Session, relay_id: &str, worker: i32) -> Result<(), Er
 /// The database's.
 pub fn started(session: &mut Session, relay_id: &str, worker: i32) -> Result<(), Error> {
     session.query(&STARTED, &[&relay_id, &worker]).map(drop)
+}
+
+/// See [`WINDOW`].
+///
+/// # Errors
+/// The database's.
+pub fn window(session: &mut Session, relay_id: &str, window: Duration) -> Result<(), Error> {
+    session.query(&WINDOW, &[&relay_id, &window.as_secs_f64()]).map(drop)
 }
 
 /// See [`ENDED`].

@@ -10,7 +10,7 @@ use postgres::types::Type;
 
 use super::Schema;
 use crate::error::Error;
-use crate::metrics::Snapshot;
+use crate::metrics::{LATENCY_BUCKETS, Snapshot};
 use crate::moment::{Moment, span};
 
 /// Above this lag the outbox is degraded: five minutes of a broker's outage that one sits through, and the longest
@@ -124,13 +124,21 @@ pub fn scrape(
         dead_rows: count("dead_rows"),
         oldest_pending_age_seconds: row.get("oldest_pending_age_seconds"),
         oldest_dead_age_seconds: row.get("oldest_dead_age_seconds"),
+        dying_within_1h_rows: count("dying_within_1h_rows"),
+        dying_within_6h_rows: count("dying_within_6h_rows"),
         relays_alive: count("relays_alive"),
         relays_paused: count("relays_paused"),
         published_total: count("published_total"),
         retried_total: count("retried_total"),
         dead_lettered_total: count("dead_lettered_total"),
         lease_lost_total: count("lease_lost_total"),
+        latency: latency(&row.get::<_, Vec<i64>>("latency")),
+        latency_seconds_sum: row.get("latency_sum"),
     })
+}
+
+fn latency(counts: &[i64]) -> [u64; LATENCY_BUCKETS.len() + 1] {
+    std::array::from_fn(|place| counts.get(place).map_or(0, |count| count.unsigned_abs()))
 }
 
 /// Reads the metrics and the relays, within 10 s.
