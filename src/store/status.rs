@@ -17,6 +17,9 @@ use crate::moment::{Moment, span};
 /// backoff (five minutes) that is added to it. The alert OutboxLagHigh has the same figure.
 pub const LAG_LIMIT: Duration = Duration::from_secs(600);
 
+/// How much of that is the outage; the rest is the longest backoff.
+pub const TOLERATED_OUTAGE: Duration = Duration::from_secs(300);
+
 const STATUS_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Every metric in one row. Takes nothing. The view reads `outbox_unfinished`, `outbox_dead` and the relay rows, never
