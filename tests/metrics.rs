@@ -214,8 +214,16 @@ fn the_verdict_says_what_is_wrong() {
         paused.reasons.iter().any(|reason| reason.contains("relay-a paused the broker since")),
         "{paused}"
     );
+    let dying = verdict(
+        "UPDATE outbox.outbox_relay SET transient_window = '24 h';
+         UPDATE outbox.outbox SET retry_since = now() - interval '19 h' WHERE status = 'pending'",
+    );
+    assert!(
+        dying.to_string().contains("events that die within 6 h unless they are published: 1"),
+        "{dying}"
+    );
     let down = verdict("UPDATE outbox.outbox_relay SET heartbeat_at = NULL");
-    assert_eq!((down.condition, down.reasons.len()), (Condition::Down, 4), "{down}");
+    assert_eq!((down.condition, down.reasons.len()), (Condition::Down, 5), "{down}");
     assert!(down.reasons[0].contains("1 pending event waits"), "{down}");
 }
 

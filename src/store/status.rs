@@ -210,6 +210,12 @@ impl Status {
             (snapshot.held_rows > 0)
                 .then(|| format!("pending events held behind a dead one: {}", snapshot.held_rows)),
             self.paused(),
+            (snapshot.dying_within_6h_rows > 0).then(|| {
+                format!(
+                    "events that die within 6 h unless they are published: {}",
+                    snapshot.dying_within_6h_rows
+                )
+            }),
             (snapshot.oldest_pending_age_seconds > LAG_LIMIT.as_secs_f64()).then(|| {
                 let (lag, limit) =
                     (span(snapshot.oldest_pending_age_seconds), span(LAG_LIMIT.as_secs_f64()));
