@@ -179,6 +179,9 @@ CREATE TABLE "outbox".outbox_relay (
     retried       bigint      NOT NULL DEFAULT 0,
     dead_lettered bigint      NOT NULL DEFAULT 0,
     lease_lost    bigint      NOT NULL DEFAULT 0,
+    latency       bigint[]    NOT NULL DEFAULT array_fill(0::bigint, ARRAY[14]),
+    latency_sum   float8      NOT NULL DEFAULT 0,
+    transient_window interval,
     PRIMARY KEY (relay_id, worker)
 ) WITH (fillfactor = 30, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500);
 COMMENT ON TABLE "outbox".outbox_relay IS 'What each thread of each relay says of itself, and its counters, which are written with what they count';
@@ -196,6 +199,9 @@ COMMENT ON COLUMN "outbox".outbox_relay.published IS 'Events marked as published
 COMMENT ON COLUMN "outbox".outbox_relay.retried IS 'Failures that will be retried';
 COMMENT ON COLUMN "outbox".outbox_relay.dead_lettered IS 'Events marked as dead';
 COMMENT ON COLUMN "outbox".outbox_relay.lease_lost IS 'Events whose verdict or renewal came too late, so that another claim had them';
+COMMENT ON COLUMN "outbox".outbox_relay.latency IS 'The published ones by the time they took from append (or not_before) to verdict: under 10 ms, 50 ms, 100 ms, 500 ms, 1 s, 5 s, 10 s, 30 s, 1 min, 5 min, 10 min, 1 h, 1 day, and longer';
+COMMENT ON COLUMN "outbox".outbox_relay.latency_sum IS 'The sum of those times, in seconds';
+COMMENT ON COLUMN "outbox".outbox_relay.transient_window IS 'How long this relay lets an event fail, as it was last started; on thread 0 only';
 
 CREATE TABLE "outbox".outbox_wakeup (
     relay_id text        NOT NULL PRIMARY KEY,
@@ -210,10 +216,18 @@ COMMENT ON COLUMN "outbox".outbox_wakeup.until IS 'Until when it wants one, so t
 -- the view sees no event. Rows that are finished are never looked at: each part reads a partial index only. The lag
 -- of an event starts when it was appended, or later where its writer asked for that.
 CREATE VIEW "outbox".outbox_metrics AS
+-- What began to fail before this has used its window up. The shortest window among living relays counts; without one,
+-- that of the relay that was started last.
+WITH doom AS (
+    SELECT statement_timestamp() - coalesce(
+        (SELECT min(transient_window) FROM "outbox".outbox_relay WHERE heartbeat_at > statement_timestamp() - interval '30 s'),
+        (SELECT transient_window FROM "outbox".outbox_relay WHERE transient_window IS NOT NULL
+          ORDER BY started_at DESC LIMIT 1)) AS cut)
 SELECT unfinished.pending_rows, unfinished.retrying_rows, unfinished.leased_rows, held.held_rows,
        unfinished.dead_rows, unfinished.oldest_pending_age_seconds, unfinished.oldest_dead_age_seconds,
-       relays.relays_alive, relays.relays_paused,
-       counters.published_total, counters.retried_total, counters.dead_lettered_total, counters.lease_lost_total
+       unfinished.dying_within_1h_rows, unfinished.dying_within_6h_rows, relays.relays_alive, relays.relays_paused,
+       counters.published_total, counters.retried_total, counters.dead_lettered_total, counters.lease_lost_total,
+       counters.latency, counters.latency_sum
   FROM (SELECT count(*) FILTER (WHERE status = 'pending') AS pending_rows,
                count(*) FILTER (WHERE status = 'pending' AND retry_since IS NOT NULL) AS retrying_rows,
                count(*) FILTER (WHERE status = 'pending' AND locked_until > statement_timestamp()) AS leased_rows,
@@ -221,14 +235,16 @@ SELECT unfinished.pending_rows, unfinished.retrying_rows, unfinished.leased_rows
                greatest(0, extract(epoch FROM statement_timestamp() - min(greatest(not_before, created_at))
                    FILTER (WHERE status = 'pending')))::float8 AS oldest_pending_age_seconds,
                greatest(0, extract(epoch FROM statement_timestamp() - min(died_at)
-                   FILTER (WHERE status = 'dead')))::float8 AS oldest_dead_age_seconds
+                   FILTER (WHERE status = 'dead')))::float8 AS oldest_dead_age_seconds,
+               count(*) FILTER (WHERE status = 'pending' AND retry_since < (SELECT cut FROM doom) + interval '1 h') AS dying_within_1h_rows,
+               count(*) FILTER (WHERE status = 'pending' AND retry_since < (SELECT cut FROM doom) + interval '6 h') AS dying_within_6h_rows
           FROM "outbox".outbox WHERE status IN ('pending', 'dead')) AS unfinished,
        -- Counted for each dead head by itself: a join could be planned as all dead times all pending when the
-       -- statistics are old.
+       -- statistics are old. All that is unfinished behind it, less the dead: both are counted in an index alone.
        (SELECT coalesce(sum((SELECT count(*) FROM "outbox".outbox AS later
                               WHERE later.aggregate_key = dead.aggregate_key AND later.id > dead.id
-                                AND later.status = 'pending')), 0)::bigint AS held_rows
-          FROM (SELECT aggregate_key, min(id) AS id
+                                AND later.status IN ('pending', 'dead')) - dead.others), 0)::bigint AS held_rows
+          FROM (SELECT aggregate_key, min(id) AS id, count(*) - 1 AS others
                   FROM "outbox".outbox WHERE status = 'dead' GROUP BY aggregate_key) AS dead) AS held,
        -- A relay is as alive as the slowest of its threads; one that stopped cleanly has no beat.
        (SELECT count(*) FILTER (WHERE alive) AS relays_alive, count(*) FILTER (WHERE alive AND paused) AS relays_paused
@@ -237,7 +253,10 @@ SELECT unfinished.pending_rows, unfinished.retrying_rows, unfinished.leased_rows
                   FROM "outbox".outbox_relay WHERE heartbeat_at IS NOT NULL GROUP BY relay_id) AS relay) AS relays,
        (SELECT coalesce(sum(published), 0)::bigint AS published_total, coalesce(sum(retried), 0)::bigint AS retried_total,
                coalesce(sum(dead_lettered), 0)::bigint AS dead_lettered_total,
-               coalesce(sum(lease_lost), 0)::bigint AS lease_lost_total
+               coalesce(sum(lease_lost), 0)::bigint AS lease_lost_total, coalesce(sum(latency_sum), 0) AS latency_sum,
+               ARRAY(SELECT coalesce(sum(r.latency[place]), 0)::bigint
+                       FROM generate_series(1, 14) AS place LEFT JOIN "outbox".outbox_relay AS r ON true
+                      GROUP BY place ORDER BY place) AS latency
           FROM "outbox".outbox_relay) AS counters;
 COMMENT ON VIEW "outbox".outbox_metrics IS 'The metrics, read from the tables';
 COMMENT ON COLUMN "outbox".outbox_metrics.pending_rows IS 'Events not yet published';
@@ -247,12 +266,16 @@ COMMENT ON COLUMN "outbox".outbox_metrics.held_rows IS 'Pending events behind a 
 COMMENT ON COLUMN "outbox".outbox_metrics.dead_rows IS 'Events that wait for a person';
 COMMENT ON COLUMN "outbox".outbox_metrics.oldest_pending_age_seconds IS 'The lag; 0 while nothing is pending';
 COMMENT ON COLUMN "outbox".outbox_metrics.oldest_dead_age_seconds IS 'How long the first dead event has waited; 0 while none is dead';
+COMMENT ON COLUMN "outbox".outbox_metrics.dying_within_1h_rows IS 'Failing events whose window ends within an hour, or has ended';
+COMMENT ON COLUMN "outbox".outbox_metrics.dying_within_6h_rows IS 'The same within six hours';
 COMMENT ON COLUMN "outbox".outbox_metrics.relays_alive IS 'Relays all of whose threads made progress within 30 s';
 COMMENT ON COLUMN "outbox".outbox_metrics.relays_paused IS 'Living relays that paused a destination or the broker';
 COMMENT ON COLUMN "outbox".outbox_metrics.published_total IS 'Events marked as published, by all relays ever';
 COMMENT ON COLUMN "outbox".outbox_metrics.retried_total IS 'Failures that were to be retried';
 COMMENT ON COLUMN "outbox".outbox_metrics.dead_lettered_total IS 'Events marked as dead';
 COMMENT ON COLUMN "outbox".outbox_metrics.lease_lost_total IS 'Verdicts and renewals that came too late';
+COMMENT ON COLUMN "outbox".outbox_metrics.latency IS 'Published events by the time they took, as in outbox_relay';
+COMMENT ON COLUMN "outbox".outbox_metrics.latency_sum IS 'The sum of those times, in seconds';
 
 -- ---------------------------------------------------------------------------------------------------- writers
 

@@ -78,6 +78,16 @@ impl RelayConfig {
         self.workers
     }
 
+    /// How long a claim is good for.
+    pub fn lease(&self) -> Duration {
+        self.lease
+    }
+
+    /// Budgets and backoff.
+    pub fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
     /// How long a stopping relay may take.
     pub fn shutdown_timeout(&self) -> Duration {
         self.shutdown_timeout

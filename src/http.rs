@@ -43,6 +43,8 @@ pub const MAX_CONNECTIONS: usize = 64;
 pub const SCRAPE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long an answer is served again.
 pub const SCRAPE_CACHE: Duration = Duration::from_secs(1);
+/// The same for one that counted very many events.
+pub const SCRAPE_CACHE_MAX: Duration = Duration::from_secs(15);
 
 /// Serves the pages on `addr` until the server is dropped. Loopback is for the machine itself; on any other address the
 /// pages can be read by everybody who reaches it. `connect` opens the connection that the metrics are read through;

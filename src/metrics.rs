@@ -1,7 +1,7 @@
 //! The numbers of one scrape and their Prometheus text. No I/O: [`scrape`](crate::store::status::scrape) reads them.
 //!
 //! Every number comes from the tables in one statement, so that a restart resets none and two relays never know half
-//! each. There are no labels but the version: the metrics say how much, `dead-letters list` says which.
+//! each. There are no labels but the version and the histogram's `le`: the metrics say how much, `dead-letters list` says which.
 
 use std::fmt::Write as _;
 
@@ -23,6 +23,11 @@ pub struct Snapshot {
     pub oldest_pending_age_seconds: f64,
     /// Time since the longest-dead event died; 0 without one.
     pub oldest_dead_age_seconds: f64,
+    /// Pending events that have failed and whose transient window ends within 1 h, or has ended: the next transient failure
+    /// after that kills them.
+    pub dying_within_1h_rows: u64,
+    /// The same within 6 h, those within 1 h included.
+    pub dying_within_6h_rows: u64,
     /// Relays all of whose threads made progress in the last 30 s.
     pub relays_alive: u64,
     /// Those of them that paused a destination or the broker.
@@ -35,7 +40,17 @@ pub struct Snapshot {
     pub dead_lettered_total: u64,
     /// Events whose verdict or renewal came too late, ever.
     pub lease_lost_total: u64,
+    /// Published events by their latency, one count for each of [`LATENCY_BUCKETS`] and one for what took longer. They
+    /// are written with the verdict that they count, so their sum is `published_total`.
+    pub latency: [u64; LATENCY_BUCKETS.len() + 1],
+    /// The sum of those latencies.
+    pub latency_seconds_sum: f64,
 }
+
+/// Upper ends, in seconds, of the buckets of the delivery latency: from the append, or the time that the writer asked for, to
+/// the verdict. The tenth and eleventh are the two parts of the alert on the lag.
+pub const LATENCY_BUCKETS: [f64; 13] =
+    [0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0, 3_600.0, 86_400.0];
 
 impl Snapshot {
     /// The Prometheus text format, version 0.0.4 (`text/plain; version=0.0.4; charset=utf-8`).
@@ -47,6 +62,7 @@ impl Snapshot {
         for (name, help, value) in self.counters() {
             family(&mut text, name, "counter", help, &value.to_string());
         }
+        self.render_latency(&mut text);
         head(&mut text, "outbox_build_info", "gauge", "1, with the version that rendered this.");
         text.push_str(concat!(
             "outbox_build_info{version=\"",
@@ -56,7 +72,30 @@ impl Snapshot {
         text
     }
 
-    fn gauges(&self) -> [(&'static str, &'static str, String); 9] {
+    fn render_latency(&self, text: &mut String) {
+        const NAME: &str = "outbox_delivery_latency_seconds";
+        head(
+            text,
+            NAME,
+            "histogram",
+            "Time from append, or from the time the writer asked for, to the verdict.",
+        );
+        let mut total = 0;
+        for (count, end) in
+            self.latency.iter().zip(LATENCY_BUCKETS.map(Some).into_iter().chain([None]))
+        {
+            total += count;
+            let end = end.map_or("+Inf".into(), |end| end.to_string());
+            let _ = writeln!(text, "{NAME}_bucket{{le=\"{end}\"}} {total}");
+        }
+        let _ = writeln!(
+            text,
+            "{NAME}_sum {}\n{NAME}_count {total}",
+            seconds(self.latency_seconds_sum)
+        );
+    }
+
+    fn gauges(&self) -> [(&'static str, &'static str, String); 11] {
         [
             (
                 "outbox_pending_rows",
@@ -102,6 +141,16 @@ impl Snapshot {
                 "outbox_oldest_dead_age_seconds",
                 "Time since the longest-dead event died; 0 without one.",
                 seconds(self.oldest_dead_age_seconds),
+            ),
+            (
+                "outbox_dying_within_1h_rows",
+                "Failing events whose window ends within 1 h: they die unless they are published.",
+                self.dying_within_1h_rows.to_string(),
+            ),
+            (
+                "outbox_dying_within_6h_rows",
+                "Failing events whose window ends within 6 h.",
+                self.dying_within_6h_rows.to_string(),
             ),
         ]
     }

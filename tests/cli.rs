@@ -401,7 +401,8 @@ fn check_says_a_line_for_everything() {
     let database = Database::create();
     let good = run(&database, &["check", "--broker", "stdout"]);
     assert_eq!(good.code, 0, "{}", good.out);
-    let names = ["settings", "database", "schema", "writable", "pooler", "wake-ups", "broker"];
+    let names =
+        ["settings", "alerts", "database", "schema", "writable", "pooler", "wake-ups", "broker"];
     let lines: Vec<_> = good.out.lines().collect();
     assert_eq!(lines.len(), names.len(), "{}", good.out);
     for (line, name) in lines.iter().zip(names) {

@@ -7,10 +7,15 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use common::Database;
-use pg_outbox::Schema;
-use pg_outbox::metrics::Snapshot;
+use common::driver::{
+    SOON, claim, config, failed, ids, published, request, session, settle, start,
+};
+use common::eventually;
+use pg_outbox::metrics::{LATENCY_BUCKETS, Snapshot};
 use pg_outbox::store::dead_letters::{Filter, requeue};
 use pg_outbox::store::status::{Condition, METRICS, SCRAPE_SETTINGS, scrape, status};
+use pg_outbox::store::{Session, verdict};
+use pg_outbox::{Policy, Schema, ScriptedBroker};
 use postgres::Client;
 
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -104,6 +109,9 @@ fn held_is_behind_a_dead_event_of_the_same_aggregate() {
     assert_eq!((found.pending_rows, found.held_rows, found.dead_rows), (6, 2, 2), "{found:?}");
     assert_eq!((found.retrying_rows, found.leased_rows), (1, 1), "{found:?}");
     assert!(near(found.oldest_dead_age_seconds, 7_200.0), "{found:?}");
+    run(&mut client, "UPDATE outbox.outbox SET status = 'dead', died_at = now() WHERE id = 3");
+    let found = read(&mut client);
+    assert_eq!((found.held_rows, found.dead_rows), (1, 3), "a dead event is not held: {found:?}");
     requeue(&mut client, &Schema::default(), &Filter::everything(), None).expect("requeue");
     let found = read(&mut client);
     assert_eq!((found.pending_rows, found.held_rows, found.retrying_rows), (8, 0, 1), "{found:?}");
@@ -206,9 +214,140 @@ fn the_verdict_says_what_is_wrong() {
         paused.reasons.iter().any(|reason| reason.contains("relay-a paused the broker since")),
         "{paused}"
     );
+    let dying = verdict(
+        "UPDATE outbox.outbox_relay SET transient_window = '24 h';
+         UPDATE outbox.outbox SET retry_since = now() - interval '19 h' WHERE status = 'pending'",
+    );
+    assert!(
+        dying.to_string().contains("events that die within 6 h unless they are published: 1"),
+        "{dying}"
+    );
     let down = verdict("UPDATE outbox.outbox_relay SET heartbeat_at = NULL");
-    assert_eq!((down.condition, down.reasons.len()), (Condition::Down, 4), "{down}");
+    assert_eq!((down.condition, down.reasons.len()), (Condition::Down, 5), "{down}");
     assert!(down.reasons[0].contains("1 pending event waits"), "{down}");
+}
+
+/// The latencies that a claim of everything and a verdict add, as (bucket, count).
+fn publish_all(database: &Database, session: &mut Session, delete: bool) -> Vec<(usize, u64)> {
+    let before = read(&mut database.client());
+    let claimed = ids(&claim(session, "relay-a", 7, &request()));
+    let verdict = published(claimed);
+    verdict::settle(session, "relay-a", 1, 7, &verdict, delete, false).expect("a verdict");
+    let after = read(&mut database.client());
+    assert_eq!(after.latency.iter().sum::<u64>(), after.published_total, "they add up");
+    let added = after.latency.iter().zip(before.latency).map(|(after, before)| after - before);
+    added.enumerate().filter(|(_, count)| *count > 0).collect()
+}
+
+#[test]
+fn the_latency_is_counted_with_the_verdict() {
+    let database = Database::create();
+    let (mut client, mut session) = (database.client(), session(&database));
+    for delete in [false, true] {
+        // One age, then one event for each bucket in the same batch, the last of them asked for later.
+        append(&mut client, "same", 20);
+        run(&mut client, "UPDATE outbox.outbox SET created_at = now() - interval '20 s'");
+        assert_eq!(publish_all(&database, &mut session, delete), [(7, 20)]);
+        let mut expected: Vec<_> = (4..14).map(|bucket| (bucket, 1)).collect();
+        for bucket in 4..14 {
+            let age = LATENCY_BUCKETS[bucket - 1] + 0.3;
+            append(&mut client, &format!("each{bucket}"), 1);
+            run(
+                &mut client,
+                &format!(
+                    "UPDATE outbox.outbox SET created_at = now() - interval '{age} s' WHERE aggregate_id = 'each{bucket}'"
+                ),
+            );
+        }
+        append(&mut client, "late", 1);
+        run(
+            &mut client,
+            "UPDATE outbox.outbox SET created_at = now() - interval '10 days', not_before = now() - interval '20 min'
+              WHERE aggregate_id = 'late'",
+        );
+        expected[7].1 = 2;
+        assert_eq!(publish_all(&database, &mut session, delete), expected);
+    }
+    let found = read(&mut client);
+    assert_eq!(found.published_total, 62);
+    // Twice: 20 times 20 s, each bucket's lower end, and 20 min.
+    let sum: f64 = LATENCY_BUCKETS[3..].iter().sum::<f64>() + 400.0 + 1_200.0;
+    assert!((sum * 2.0..sum * 2.0 + 120.0).contains(&found.latency_seconds_sum), "{found:?}");
+    let text = found.render();
+    for line in [
+        "outbox_delivery_latency_seconds_bucket{le=\"10\"} 6\n",
+        "outbox_delivery_latency_seconds_bucket{le=\"30\"} 48\n",
+        "outbox_delivery_latency_seconds_bucket{le=\"+Inf\"} 62\n",
+        "outbox_delivery_latency_seconds_count 62\n",
+    ] {
+        assert!(text.contains(line), "{line}{text}");
+    }
+}
+
+#[test]
+fn what_was_not_published_has_no_latency() {
+    let database = Database::create();
+    let (mut client, mut session) = (database.client(), session(&database));
+    append(&mut client, "a", 3);
+    let claimed = ids(&claim(&mut session, "relay-a", 7, &request()));
+    settle(&mut session, "relay-a", 7, &failed(&claimed[..1], None));
+    // Another claim has the second by now.
+    run(&mut client, "UPDATE outbox.outbox SET lease_id = 8 WHERE id = 2");
+    settle(&mut session, "relay-a", 7, &published(claimed[1..].to_vec()));
+    let found = read(&mut client);
+    assert_eq!(found.latency.iter().sum::<u64>(), 1, "{found:?}");
+    assert_eq!(
+        (found.published_total, found.dead_lettered_total, found.lease_lost_total),
+        (1, 1, 1)
+    );
+}
+
+#[test]
+fn deaths_ahead_follow_the_window_of_the_living_relay() {
+    let database = Database::create();
+    let mut client = database.client();
+    append(&mut client, "a", 5);
+    run(
+        &mut client,
+        "UPDATE outbox.outbox SET retry_since = now() - (ARRAY['25 h', '23.5 h', '20 h', '5 h']::interval[])[id] WHERE id < 5",
+    );
+    let mut dying = |sql: &str| {
+        run(&mut client, sql);
+        let found = read(&mut client);
+        (found.dying_within_1h_rows, found.dying_within_6h_rows)
+    };
+    assert_eq!(dying(""), (0, 0), "no relay ever ran, so nothing is known");
+    let relay =
+        "INSERT INTO outbox.outbox_relay (relay_id, worker, transient_window, heartbeat_at) VALUES";
+    assert_eq!(dying(&format!("{relay} ('a', 0, '24 h', now()), ('a', 1, NULL, now())")), (2, 3));
+    let shorter = format!("{relay} ('b', 0, '6 h', now()), ('old', 0, '1 min', NULL)");
+    assert_eq!(
+        dying(&shorter),
+        (4, 4),
+        "the shorter window kills first; a stopped relay kills nothing"
+    );
+    let stopped = "UPDATE outbox.outbox_relay SET heartbeat_at = NULL, started_at = now() - interval '1 h' WHERE relay_id <> 'a';
+        UPDATE outbox.outbox_relay SET heartbeat_at = NULL";
+    assert_eq!(dying(stopped), (2, 3), "all are stopped: the one that started last");
+    assert_eq!(
+        dying("UPDATE outbox.outbox SET status = 'dead' WHERE id < 3"),
+        (0, 1),
+        "dead already"
+    );
+}
+
+#[test]
+fn a_relay_says_its_window_when_it_starts() {
+    let database = Database::create();
+    let policy = Policy { transient_window: Duration::from_secs(7_200), ..Policy::default() };
+    let relay = start(&database, config("a").policy(policy), &ScriptedBroker::new());
+    let said =
+        "SELECT count(*) FROM outbox.outbox_relay WHERE worker = 0 AND transient_window = '2 h'";
+    eventually("the window is known", SOON, || {
+        database.client().query_one(said, &[]).expect("a count").get::<_, i64>(0) == 1
+    });
+    relay.stop();
+    relay.join().expect("a clean stop");
 }
 
 /// No sequential scan of the events, by the plan and by what the server counted.
@@ -292,7 +431,11 @@ fn a_scrape_is_bounded_and_leaves_nothing_behind() {
 fn the_text_has_the_promised_names_and_no_labels() {
     let database = Database::create();
     let text = read(&mut database.client()).render();
-    let samples: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).collect();
+    let is_latency = |line: &&str| line.contains("outbox_delivery_latency_seconds");
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    let (latency, samples): (Vec<_>, Vec<_>) = lines.partition(is_latency);
+    assert_eq!(latency.len(), LATENCY_BUCKETS.len() + 3, "{latency:?}");
+    assert!(text.contains("# TYPE outbox_delivery_latency_seconds histogram\n"), "{text}");
     let names: Vec<_> = samples.iter().filter_map(|line| line.split([' ', '{']).next()).collect();
     let promised = [
         "outbox_pending_rows",
@@ -304,6 +447,8 @@ fn the_text_has_the_promised_names_and_no_labels() {
         "outbox_relays_alive",
         "outbox_relays_paused",
         "outbox_oldest_dead_age_seconds",
+        "outbox_dying_within_1h_rows",
+        "outbox_dying_within_6h_rows",
         "outbox_published_total",
         "outbox_retried_total",
         "outbox_dead_lettered_total",
@@ -311,6 +456,8 @@ fn the_text_has_the_promised_names_and_no_labels() {
         "outbox_build_info",
     ];
     assert_eq!(names, promised);
+    let labels = |line: &&&str| line.contains('{') && !line.contains("_bucket{le=\"");
+    assert_eq!(latency.iter().filter(labels).count(), 0, "{latency:?}");
     for name in promised {
         let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
         assert!(

@@ -38,6 +38,12 @@ pub(crate) fn append(target: &Target, args: &AppendArgs) -> Result<Code, Failure
             }
         }
     }
+    if args.dry_run {
+        transaction.rollback().map_err(lost)?;
+        let appended = output::count(ids.len() as u64);
+        output::print(&format!("would have appended {appended}; nothing was changed\n"))?;
+        return Ok(Code::Ok);
+    }
     transaction.commit().map_err(lost)?;
     output::print(&ids.iter().map(|id: &Uuid| format!("{id}\n")).collect::<String>())?;
     Ok(Code::Ok)

@@ -18,7 +18,7 @@ Exit codes:
   1    the database, the broker or the relay failed
   2    an argument or a setting makes no sense
   3    nothing matched: no such event, no such dead letter
-  4    status or check found trouble
+  4    status or check found trouble, or a canary was stopped by it
   130  run was interrupted a second time and left at once
 
 Database:
@@ -101,6 +101,9 @@ pub(crate) struct MigrateArgs {
     /// Print the SQL instead of running it
     #[arg(long)]
     pub(crate) print: bool,
+    /// Only say what would be done
+    #[arg(long, conflicts_with = "print")]
+    pub(crate) dry_run: bool,
     /// Let this role append events, and nothing else
     #[arg(long, value_name = "ROLE")]
     pub(crate) grant_writer: Vec<String>,
@@ -160,6 +163,9 @@ pub(crate) struct AppendArgs {
     /// Read events from standard input, a JSON object a line
     #[arg(long)]
     pub(crate) stdin: bool,
+    /// Append, say how many, and take it back
+    #[arg(long)]
+    pub(crate) dry_run: bool,
 }
 
 #[derive(Debug, Args)]
@@ -279,13 +285,23 @@ Examples:
   pg-outbox dead-letters requeue 42
   pg-outbox dead-letters requeue --reason 'schema registry' --dry-run
   pg-outbox dead-letters requeue --aggregate-type order --aggregate-id 42
-  pg-outbox dead-letters requeue --all --limit 1000")]
+  pg-outbox dead-letters requeue --all --limit 1000
+  pg-outbox dead-letters requeue --reason 'schema registry' --canary
+
+With --canary one is put back first, then ten, a hundred, and a thousand at a time, each time only once those before are
+published. It stops with 4 at the first that dies again, and puts no more back. It needs a living relay.")]
 pub(crate) struct RequeueArgs {
     #[command(flatten)]
     pub(crate) filter: FilterArgs,
     /// Most events, in the order of their ids [default: no limit]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) limit: Option<u32>,
+    /// One first, and the rest in steps while none dies again
+    #[arg(long)]
+    pub(crate) canary: bool,
+    /// How long a step of --canary may take until all of it is published
+    #[arg(long, value_name = "TIME", default_value = "2m", requires = "canary", value_parser = values::duration)]
+    pub(crate) wait: Duration,
     /// Only say what would be put back
     #[arg(long)]
     pub(crate) dry_run: bool,
@@ -319,11 +335,15 @@ Pending and dead events are never removed. A running relay does this by itself, 
 
 Examples:
   pg-outbox prune
+  pg-outbox prune --retention 24h --dry-run
   pg-outbox prune --retention 24h")]
 pub(crate) struct PruneArgs {
     /// Remove what was published or discarded longer ago than this
     #[arg(long, value_name = "TIME", default_value = "7d", env = "PG_OUTBOX_RETENTION", value_parser = values::retention)]
     pub(crate) retention: Retention,
+    /// Only say how many would be removed
+    #[arg(long)]
+    pub(crate) dry_run: bool,
 }
 
 #[derive(Debug, Args)]

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use pg_outbox::store::status::{LAG_LIMIT, TOLERATED_OUTAGE};
 use pg_outbox::{RelayConfig, Schema, store};
 use postgres::Client;
 use postgres::fallible_iterator::FallibleIterator;
@@ -14,6 +15,8 @@ use super::{output, settings};
 
 const BROKER_TIMEOUT: Duration = Duration::from_secs(10);
 const WAKE_UP_TIMEOUT: Duration = Duration::from_secs(3);
+/// What the longer of the two metrics of deaths ahead looks ahead.
+const DEATHS_AHEAD: Duration = Duration::from_secs(6 * 3600);
 
 /// What is known of one thing.
 enum Finding {
@@ -40,6 +43,9 @@ pub(crate) fn check(target: &Target, args: &RelayArgs) -> Result<Code, Failure> 
             Err(failure) => Finding::Failed(failure.message.clone()),
         },
     )?;
+    if let Ok(config) = &config {
+        report.line("alerts", &check_alerts(config))?;
+    }
     check_database(target, config.as_ref().ok(), &mut report)?;
     report.line("broker", &check_broker(args))?;
     Ok(if report.failed { Code::Unhealthy } else { Code::Ok })
@@ -122,6 +128,37 @@ fn check_database(
             _ => check_wake_ups(&mut client, &mut second),
         },
     )
+}
+
+/// Whether these settings are those that the shipped rules (`monitoring/alerts.yml`) were made for.
+fn check_alerts(config: &RelayConfig) -> Finding {
+    let (policy, mut misfits) = (config.policy(), Vec::new());
+    let needed = TOLERATED_OUTAGE + policy.backoff_cap;
+    if needed > LAG_LIMIT {
+        misfits.push(format!(
+            "OutboxLagHigh pages above {LAG_LIMIT:?}, which one event in backoff can reach: with --backoff-cap {:?} let it be \
+             {TOLERATED_OUTAGE:?} + {:?} = {needed:?}",
+            policy.backoff_cap, policy.backoff_cap
+        ));
+    }
+    if config.lease() > TOLERATED_OUTAGE {
+        misfits.push(format!(
+            "the events of a killed relay wait for its --lease of {:?}, longer than the {TOLERATED_OUTAGE:?} that OutboxLagHigh tolerates",
+            config.lease()
+        ));
+    }
+    if policy.transient_window <= DEATHS_AHEAD {
+        misfits.push(format!(
+            "OutboxDeathsAhead counts what dies within {DEATHS_AHEAD:?}, which with --transient-window {:?} is every event that fails: \
+             leave that rule out",
+            policy.transient_window
+        ));
+    }
+    if misfits.is_empty() {
+        Finding::Ok("the settings fit the rules in monitoring/alerts.yml".into())
+    } else {
+        Finding::Warning(misfits.join("; "))
+    }
 }
 
 /// Writes a row, as the relay will, and takes it back.

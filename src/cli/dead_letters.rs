@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 use super::args::{DeadLettersCommand, DiscardArgs, FilterArgs, ListArgs, RequeueArgs, ShowArgs};
+use super::canary::Canary;
 use super::database::Target;
 use super::failure::{Code, Failure};
 use super::output::{self, print};
@@ -225,6 +226,10 @@ fn requeue(target: &Target, args: &RequeueArgs) -> Result<Code, Failure> {
     let mut client = target.connect()?;
     if args.dry_run {
         return dry_run(&mut client, target, &filter, args.limit, "requeued");
+    }
+    if args.canary {
+        let (limit, patience) = (args.limit, args.wait);
+        return Canary { schema: &schema, filter: &filter, limit, patience }.requeue(&mut client);
     }
     let ids = dead_letters::requeue(&mut client, &schema, &filter, args.limit)?;
     report(&ids, "requeued")

@@ -2,6 +2,7 @@
 
 use pg_outbox::Schema;
 use pg_outbox::store::{self, Grantee};
+use postgres::Client;
 
 use super::args::MigrateArgs;
 use super::database::{Target, describe};
@@ -16,6 +17,9 @@ pub(crate) fn migrate(target: &Target, args: &MigrateArgs) -> Result<Code, Failu
         return Ok(Code::Ok);
     }
     let mut client = target.connect()?;
+    if args.dry_run {
+        return dry_run(&mut client, &schema, args);
+    }
     let migrated = store::migrate(&mut client, &schema)?;
     let name = schema.name();
     print(&match migrated.from {
@@ -34,6 +38,24 @@ pub(crate) fn migrate(target: &Target, args: &MigrateArgs) -> Result<Code, Failu
             .map_err(|error| Failure::failed(format!("granting {what}: {}", describe(&error))))?;
         print(&format!("granted {what}\n"))?;
     }
+    Ok(Code::Ok)
+}
+
+fn dry_run(client: &mut Client, schema: &Schema, args: &MigrateArgs) -> Result<Code, Failure> {
+    let (name, to) = (schema.name(), store::SCHEMA_VERSION);
+    let mut text = match store::schema_version(client, schema)? {
+        None => format!("would create the outbox in schema {name:?}, version {to}\n"),
+        Some(from) if from == to => {
+            format!("the outbox in schema {name:?} is up to date, version {from}\n")
+        }
+        Some(from) => {
+            format!("would upgrade the outbox in schema {name:?} from version {from} to {to}\n")
+        }
+    };
+    for (what, _) in grants(schema, args) {
+        text.push_str(&format!("would grant {what}\n"));
+    }
+    print(&(text + "nothing was changed\n"))?;
     Ok(Code::Ok)
 }
 

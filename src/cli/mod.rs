@@ -6,6 +6,7 @@
 mod append;
 mod args;
 mod broker;
+mod canary;
 mod check;
 mod database;
 mod dead_letters;

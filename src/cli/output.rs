@@ -7,12 +7,16 @@ use super::failure::Failure;
 
 /// Prints to standard output. A reader that has gone (`| head`) ends the output, and is no failure.
 pub(crate) fn print(text: &str) -> Result<(), Failure> {
+    print_on(text).map(drop)
+}
+
+/// [`print`], and whether anybody still reads.
+pub(crate) fn print_on(text: &str) -> Result<bool, Failure> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(Failure::failed(format!("standard output: {error}")))
-        }
-        _ => Ok(()),
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),
+        Err(error) => Err(Failure::failed(format!("standard output: {error}"))),
     }
 }
 

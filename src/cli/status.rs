@@ -1,11 +1,12 @@
 //! `status`, `why`, `metrics` and `prune`: one question to the database each.
 
+use std::io::IsTerminal;
 use std::thread;
 use std::time::Duration;
 
 use pg_outbox::store::status::{Condition, RelayRow, Status};
 use pg_outbox::store::{self};
-use pg_outbox::{Moment, rfc3339};
+use pg_outbox::{Moment, Schema, rfc3339};
 use serde_json::{Value, json};
 
 use super::args::{PruneArgs, StatusArgs, WhyArgs};
@@ -18,18 +19,56 @@ const METRICS_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(crate) fn status(target: &Target, args: &StatusArgs) -> Result<Code, Failure> {
     let schema = target.schema()?;
-    let mut client = target.connect()?;
+    let render = |status: &Status| {
+        let screen = args.watch && !args.json && std::io::stdout().is_terminal();
+        let clear = if screen { "\x1b[H\x1b[2J" } else { "" };
+        if args.json {
+            format!("{}\n", as_json(status))
+        } else {
+            clear.to_owned() + &as_text(status)
+        }
+    };
+    if args.watch {
+        return watch(target, &schema, render);
+    }
+    let status = store::status::status(&mut target.connect()?, &schema)?;
+    output::print(&render(&status))?;
+    let is_healthy = status.assess().condition == Condition::Healthy;
+    Ok(if is_healthy { Code::Ok } else { Code::Unhealthy })
+}
+
+/// Goes on while the database is away, which is when somebody watches, and ends with its reader. What cannot be so at the start
+/// (no such database, no outbox) ends it as well.
+fn watch(
+    target: &Target,
+    schema: &Schema,
+    render: impl Fn(&Status) -> String,
+) -> Result<Code, Failure> {
+    let mut client = Some(target.connect()?);
+    let mut seen = false;
     loop {
-        let status = store::status::status(&mut client, &schema)?;
-        let verdict = status.assess();
-        let text = if args.json { format!("{}\n", as_json(&status)) } else { as_text(&status) };
-        output::print(&text)?;
-        if !args.watch {
-            return Ok(if verdict.condition == Condition::Healthy {
-                Code::Ok
-            } else {
-                Code::Unhealthy
-            });
+        let read = match client.take() {
+            Some(client) => Ok(client),
+            None => target.connect(),
+        }
+        .and_then(|mut client| {
+            let status = store::status::status(&mut client, schema)?;
+            Ok((client, status))
+        });
+        let text = match read {
+            Ok((session, status)) => {
+                (client, seen) = (Some(session), true);
+                render(&status)
+            }
+            Err(failure) if seen => {
+                // Not on standard output, where a program may read JSON.
+                eprintln!("pg-outbox: {}", output::line(&failure.message));
+                String::new()
+            }
+            Err(failure) => return Err(failure),
+        };
+        if !output::print_on(&text)? {
+            return Ok(Code::Ok);
         }
         thread::sleep(WATCH_INTERVAL);
     }
@@ -116,6 +155,7 @@ fn as_json(status: &Status) -> Value {
             "pending_rows": s.pending_rows, "retrying_rows": s.retrying_rows, "leased_rows": s.leased_rows,
             "held_rows": s.held_rows, "dead_rows": s.dead_rows,
             "oldest_pending_age_seconds": s.oldest_pending_age_seconds, "oldest_dead_age_seconds": s.oldest_dead_age_seconds,
+            "dying_within_1h_rows": s.dying_within_1h_rows, "dying_within_6h_rows": s.dying_within_6h_rows,
             "relays_alive": s.relays_alive, "relays_paused": s.relays_paused, "published_total": s.published_total,
             "retried_total": s.retried_total, "dead_lettered_total": s.dead_lettered_total, "lease_lost_total": s.lease_lost_total,
         },
@@ -157,6 +197,11 @@ pub(crate) fn prune(target: &Target, args: &PruneArgs) -> Result<Code, Failure> 
     };
     let mut client = target.connect()?;
     store::check_schema(&mut client, &schema)?;
+    if args.dry_run {
+        let old = output::count(store::prunable(&mut client, &schema, retention)?);
+        output::print(&format!("would remove {old}; nothing was changed\n"))?;
+        return Ok(Code::Ok);
+    }
     let (mut after, mut deleted) = (0, 0);
     loop {
         let pruned = store::prune(&mut client, &schema, retention, after)?;

@@ -82,7 +82,7 @@ impl Claimer {
         // Nothing is claimed before the relay may write what it says of itself: verdicts go the same way.
         while !self.patiently(|session, relay| {
             relays::started(session, relay, 0)?;
-            relays::serves(session, relay, &shared.config.only, &shared.config.except)?;
+            relays::introduced(session, relay, &shared.config)?;
             relays::ended(session, relay, workers + 1)
         }) && !self.shared.stop.wait(self.shared.config.poll_interval)
         {}

@@ -82,9 +82,7 @@ pub fn migration_sql(schema: &Schema) -> String {
 /// # Errors
 /// Says what is missing and what to do; `is_schema_mismatch()` is true of it.
 pub fn check_schema(client: &mut impl GenericClient, schema: &Schema) -> Result<(), Error> {
-    let found = version(client, schema)?;
-    refuse_newer(schema, found)?;
-    match found {
+    match schema_version(client, schema)? {
         Some(SCHEMA_VERSION) => Ok(()),
         None => Err(Error::schema_missing(schema.name())),
         Some(older) => Err(Error::schema_version(format!(
@@ -92,6 +90,19 @@ pub fn check_schema(client: &mut impl GenericClient, schema: &Schema) -> Result<
             schema.name()
         ))),
     }
+}
+
+/// The version of the outbox in `schema`; `None` where there is none.
+///
+/// # Errors
+/// The database's, and a version that is newer than this library.
+pub fn schema_version(
+    client: &mut impl GenericClient,
+    schema: &Schema,
+) -> Result<Option<i32>, Error> {
+    let found = version(client, schema)?;
+    refuse_newer(schema, found)?;
+    Ok(found)
 }
 
 /// The version of the outbox in `schema`, without an error when there is none.

@@ -25,8 +25,8 @@ pub mod why;
 
 pub use event_ref::EventRef;
 pub use grants::{Grantee, grants};
-pub use migrate::{Migrated, SCHEMA_VERSION, check_schema, migrate, migration_sql};
-pub use prune::{PRUNE, PRUNE_BATCH, Pruned, prune};
+pub use migrate::{Migrated, SCHEMA_VERSION, check_schema, migrate, migration_sql, schema_version};
+pub use prune::{PRUNABLE, PRUNE, PRUNE_BATCH, Pruned, prunable, prune};
 #[doc(hidden)]
 pub use session::{Session, Statement, is_pooled};
 

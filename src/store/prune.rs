@@ -71,3 +71,23 @@ pub fn prune(
         next_after: row.and_then(|row| row.get("next_after")),
     })
 }
+
+/// How many events there are to remove. Takes $1 the retention in seconds. Reads the whole table: for a person who asks.
+pub const PRUNABLE: &str = r#"
+SELECT count(*) FROM "outbox".outbox
+ WHERE status IN ('published', 'discarded') AND coalesce(published_at, discarded_at) < now() - $1 * interval '1 second'"#;
+
+/// See [`PRUNABLE`].
+///
+/// # Errors
+/// The database's.
+pub fn prunable(
+    client: &mut impl GenericClient,
+    schema: &Schema,
+    retention: Duration,
+) -> Result<u64, Error> {
+    let row = client
+        .query_typed_one(&schema.sql(PRUNABLE), &[(&retention.as_secs_f64(), Type::FLOAT8)])
+        .map_err(|error| Error::database("counting old events", error))?;
+    Ok(row.get::<_, i64>(0).unsigned_abs())
+}

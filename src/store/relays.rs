@@ -5,6 +5,7 @@ use std::time::Duration;
 use postgres::types::Type;
 
 use super::session::{Session, Statement};
+use crate::config::RelayConfig;
 use crate::error::Error;
 
 /// `$1` relay id, `$2` worker. A thread made progress.
@@ -26,12 +27,14 @@ ON CONFLICT (relay_id, worker) DO UPDATE
     doing: "registering the relay",
 };
 
-/// `$1` relay id, `$2` the only aggregate types that it serves (empty for all), `$3` those that it leaves to others. For
-/// people who look for the relay that should have taken an event.
-pub static SERVES: Statement = Statement {
+/// `$1` relay id, `$2` the only aggregate types that it serves (empty for all), `$3` those that it leaves to others, `$4`
+/// how many seconds it lets an event fail. For people who look for the relay that should have taken an event, and for a
+/// scrape that tells which will die.
+pub static INTRODUCED: Statement = Statement {
     sql: r#"
-UPDATE "outbox".outbox_relay SET only_types = $2, except_types = $3 WHERE relay_id = $1 AND worker = 0"#,
-    types: &[Type::TEXT, Type::TEXT_ARRAY, Type::TEXT_ARRAY],
+UPDATE "outbox".outbox_relay SET only_types = $2, except_types = $3, transient_window = $4 * interval '1 second'
+ WHERE relay_id = $1 AND worker = 0"#,
+    types: &[Type::TEXT, Type::TEXT_ARRAY, Type::TEXT_ARRAY, Type::FLOAT8],
     doing: "registering the relay",
 };
 
@@ -94,17 +97,17 @@ pub fn started(session: &mut Session, relay_id: &str, worker: i32) -> Result<(),
     session.query(&STARTED, &[&relay_id, &worker]).map(drop)
 }
 
-/// See [`SERVES`].
+/// See [`INTRODUCED`].
 ///
 /// # Errors
 /// The database's.
-pub fn serves(
+pub fn introduced(
     session: &mut Session,
     relay_id: &str,
-    only: &[String],
-    except: &[String],
+    config: &RelayConfig,
 ) -> Result<(), Error> {
-    session.query(&SERVES, &[&relay_id, &only, &except]).map(drop)
+    let window = config.policy.transient_window.as_secs_f64();
+    session.query(&INTRODUCED, &[&relay_id, &config.only, &config.except, &window]).map(drop)
 }
 
 /// See [`ENDED`].

@@ -10,12 +10,15 @@ use postgres::types::Type;
 
 use super::Schema;
 use crate::error::Error;
-use crate::metrics::Snapshot;
+use crate::metrics::{LATENCY_BUCKETS, Snapshot};
 use crate::moment::{Moment, span};
 
 /// Above this lag the outbox is degraded: five minutes of a broker's outage that one sits through, and the longest
 /// backoff (five minutes) that is added to it. The alert OutboxLagHigh has the same figure.
 pub const LAG_LIMIT: Duration = Duration::from_secs(600);
+
+/// How much of that is the outage; the rest is the longest backoff.
+pub const TOLERATED_OUTAGE: Duration = Duration::from_secs(300);
 
 const STATUS_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -136,13 +139,21 @@ pub fn scrape(
         dead_rows: count("dead_rows"),
         oldest_pending_age_seconds: row.get("oldest_pending_age_seconds"),
         oldest_dead_age_seconds: row.get("oldest_dead_age_seconds"),
+        dying_within_1h_rows: count("dying_within_1h_rows"),
+        dying_within_6h_rows: count("dying_within_6h_rows"),
         relays_alive: count("relays_alive"),
         relays_paused: count("relays_paused"),
         published_total: count("published_total"),
         retried_total: count("retried_total"),
         dead_lettered_total: count("dead_lettered_total"),
         lease_lost_total: count("lease_lost_total"),
+        latency: latency(&row.get::<_, Vec<i64>>("latency")),
+        latency_seconds_sum: row.get("latency_sum"),
     })
+}
+
+fn latency(counts: &[i64]) -> [u64; LATENCY_BUCKETS.len() + 1] {
+    std::array::from_fn(|place| counts.get(place).map_or(0, |count| count.unsigned_abs()))
 }
 
 /// Reads the metrics and the relays, within 10 s.
@@ -213,6 +224,12 @@ impl Status {
             (snapshot.held_rows > 0)
                 .then(|| format!("pending events held behind a dead one: {}", snapshot.held_rows)),
             self.paused(),
+            (snapshot.dying_within_6h_rows > 0).then(|| {
+                format!(
+                    "events that die within 6 h unless they are published: {}",
+                    snapshot.dying_within_6h_rows
+                )
+            }),
             (snapshot.oldest_pending_age_seconds > LAG_LIMIT.as_secs_f64()).then(|| {
                 let (lag, limit) =
                     (span(snapshot.oldest_pending_age_seconds), span(LAG_LIMIT.as_secs_f64()));

@@ -7,12 +7,23 @@ use postgres::types::Type;
 use super::session::{Session, Statement};
 use crate::error::Error;
 
+/// The bucket, 0 to 13, of what has waited since this time: [`LATENCY_BUCKETS`](crate::metrics::LATENCY_BUCKETS) in SQL.
+macro_rules! age {
+    ($since:literal) => {
+        concat!(
+            "width_bucket(date_part('epoch', statement_timestamp() - ",
+            $since,
+            "), '{0.01,0.05,0.1,0.5,1,5,10,30,60,300,600,3600,86400}'::float8[])"
+        )
+    };
+}
+
 macro_rules! settle {
     ($published:literal) => {
         concat!(
             "WITH published AS (",
             $published,
-            r#" WHERE id = ANY ($4) AND lease_id = $3 RETURNING id
+            r#" WHERE id = ANY ($4) AND lease_id = $3 RETURNING id, greatest(created_at, not_before) AS since
 ), failed AS (
     UPDATE "outbox".outbox o
        SET status = CASE WHEN f.dead THEN 'dead' ELSE 'pending' END,
@@ -30,20 +41,35 @@ macro_rules! settle {
            locked_by = NULL, lease_id = NULL, locked_until = NULL
       FROM unnest($11::bigint[], $12::bool[]) AS r (id, in_doubt)
      WHERE o.id = r.id AND o.lease_id = $3 RETURNING o.id
+), spread AS (
+    SELECT count(*) AS events, "#,
+            age!("max(since)"),
+            " AS least, ",
+            age!("min(since)"),
+            r#" AS most,
+           coalesce(greatest(0, count(*) * date_part('epoch', statement_timestamp()) - sum(date_part('epoch', since))), 0) AS seconds
+      FROM published
 ), settled AS (
     SELECT (SELECT count(*) FROM published) AS published, (SELECT count(*) FROM failed WHERE NOT dead) AS retried,
            (SELECT count(*) FROM failed WHERE dead) AS dead_lettered, (SELECT count(*) FROM released) AS released
 ), counted AS (
-    INSERT INTO "outbox".outbox_relay AS c (relay_id, worker, published, retried, dead_lettered, lease_lost)
+    INSERT INTO "outbox".outbox_relay AS c (relay_id, worker, published, retried, dead_lettered, lease_lost, latency_sum, latency)
     SELECT $1, $2, s.published, s.retried, s.dead_lettered,
            CASE WHEN $13 THEN (SELECT count(*) FROM "outbox".outbox WHERE id = ANY ($4 || $5 || $11) AND lease_id <> $3)
                 ELSE cardinality($4) + cardinality($5) + cardinality($11)
-                - s.published - s.retried - s.dead_lettered - s.released END
-      FROM settled s
+                - s.published - s.retried - s.dead_lettered - s.released END, a.seconds,
+           CASE WHEN a.least = a.most
+                THEN ARRAY(SELECT CASE WHEN place = a.most THEN a.events ELSE 0 END FROM generate_series(0, 13) AS place)
+                ELSE ARRAY(SELECT count(since) FROM generate_series(0, 13) AS place LEFT JOIN published ON place = "#,
+            age!("since"),
+            r#"
+                            GROUP BY place ORDER BY place) END
+      FROM settled s, spread a
     ON CONFLICT (relay_id, worker) DO UPDATE
        SET heartbeat_at = clock_timestamp(), published = c.published + excluded.published,
            retried = c.retried + excluded.retried, dead_lettered = c.dead_lettered + excluded.dead_lettered,
-           lease_lost = c.lease_lost + excluded.lease_lost
+           lease_lost = c.lease_lost + excluded.lease_lost, latency_sum = c.latency_sum + excluded.latency_sum,
+           latency = ARRAY(SELECT n.a + n.b FROM unnest(c.latency, excluded.latency) AS n (a, b))
 )
 SELECT published, retried, dead_lettered, released FROM settled"#
         )
@@ -72,6 +98,9 @@ const TYPES: &[Type] = &[
 ///
 /// Primary key. A row that this lease no longer holds is left alone and counted as lost. The retry window starts at the
 /// *first* failure, hence `coalesce`. A released row gets its attempt back.
+///
+/// What was published is also counted by its latency, so that the buckets always add up to the counter. A batch is mostly
+/// of one age: each row is looked at only where the oldest and the youngest are not in the same bucket.
 pub static SETTLE: Statement = Statement {
     sql: settle!(
         r#"UPDATE "outbox".outbox SET status = 'published', published_at = clock_timestamp(), locked_by = NULL, lease_id = NULL,
@@ -185,4 +214,17 @@ pub fn settle(
     let done = published + retried + dead_lettered + released;
     let lease_lost = if is_repeat { 0 } else { (verdict.len() as u64).saturating_sub(done) };
     Ok(Settled { published, retried, dead_lettered, released, lease_lost })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::LATENCY_BUCKETS;
+
+    #[test]
+    fn the_buckets_of_the_statement_are_those_of_the_metrics() {
+        let list: Vec<_> = LATENCY_BUCKETS.iter().map(f64::to_string).collect();
+        assert!(age!("since").contains(&format!("'{{{}}}'::float8[]", list.join(","))));
+        assert!(SETTLE.sql.contains(&format!("generate_series(0, {})", LATENCY_BUCKETS.len())));
+    }
 }

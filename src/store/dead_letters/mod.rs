@@ -4,6 +4,7 @@
 //! rows in the order of their ids and look at the status once more under the row lock, so of two operators at once one
 //! wins and the other gets an empty list. Inside a caller's transaction, all of it happens with that transaction.
 
+mod canary;
 mod filter;
 
 use std::collections::BTreeMap;
@@ -17,6 +18,7 @@ use super::{EventRef, Schema};
 use crate::error::Error;
 use crate::moment::Moment;
 
+pub use canary::{UNSETTLED, Unsettled, matching_ids, unsettled};
 pub use filter::{Filter, FilterBuilder};
 
 /// Longest `by` and longest `note` of a discard, in bytes each.
@@ -78,6 +80,13 @@ SELECT reason, sum(count)::bigint AS count, min(id) AS example, min(died_at) AS 
              WHERE later.aggregate_key = heads.aggregate_key AND later.id > heads.id
                AND later.status = 'pending'))::bigint AS held
   FROM heads GROUP BY reason ORDER BY count DESC, held DESC, reason"#
+);
+
+/// Outbox ids of dead letters. Takes the filter and $9 the most rows (NULL: all).
+pub const MATCHING_IDS: &str = concat!(
+    r#"SELECT d.id FROM "outbox".outbox AS d WHERE "#,
+    matching!(),
+    " ORDER BY d.id + 0 LIMIT $9"
 );
 
 /// Before [`LIST`] and [`GROUPS`]; ends with their transaction.
