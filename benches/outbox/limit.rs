@@ -1,0 +1,124 @@
+//! The limit: the relay's cycle as plain SQL inside the server.
+//!
+//! Claim up to 500 events under a lease, commit, mark them as published where the lease still holds, commit; again until
+//! nothing is left. The same table with the same rows, order per aggregate kept, the state of a row looked at again under
+//! its lock. No client, no round trip, no payload leaves, nothing for suspects, retries, counters or pauses: a relay
+//! cannot do less with two writes an event, so its figure is a share of this one.
+
+use std::time::Instant;
+
+use super::database::{Database, Fill};
+use super::report::{Row, median};
+use super::{Bench, Result, machine::Others};
+
+/// Jumps from the head of one aggregate to the next, takes up to `run` events of each that is free, and wraps around
+/// once. `first` is where this connection begins.
+const PROCEDURE: &str = r#"
+CREATE PROCEDURE bench_limit(first bigint, heads integer, run integer) LANGUAGE plpgsql AS $body$
+DECLARE
+    place   bigint := first;
+    lease   bigint;
+    taken   bigint[];
+    reached bigint;
+    idle    integer := 0;
+BEGIN
+    WHILE idle < 2 LOOP
+        lease := floor(random() * 9e18);
+        WITH RECURSIVE walk AS (
+            (SELECT aggregate_key, id, 1 AS n FROM outbox.outbox
+              WHERE status IN ('pending', 'dead') AND aggregate_key >= place ORDER BY aggregate_key, id LIMIT 1)
+            UNION ALL
+            SELECT next.aggregate_key, next.id, walk.n + 1
+              FROM walk CROSS JOIN LATERAL (
+                   SELECT aggregate_key, id FROM outbox.outbox
+                    WHERE status IN ('pending', 'dead') AND aggregate_key > walk.aggregate_key
+                    ORDER BY aggregate_key, id LIMIT 1) AS next
+             WHERE walk.n < heads
+        ), wanted AS MATERIALIZED (
+            SELECT each.id, walk.aggregate_key
+              FROM walk CROSS JOIN LATERAL (
+                   SELECT id FROM outbox.outbox
+                    WHERE status IN ('pending', 'dead') AND aggregate_key = walk.aggregate_key
+                    ORDER BY aggregate_key, id LIMIT run) AS each
+        ), locked AS MATERIALIZED (
+            SELECT id FROM outbox.outbox
+             WHERE id = ANY (ARRAY(SELECT id FROM wanted)) AND status = 'pending' AND next_attempt_at <= now()
+               AND (locked_until IS NULL OR locked_until <= now())
+               FOR UPDATE SKIP LOCKED
+        ), prefix AS (
+            SELECT id FROM (
+                SELECT wanted.id, bool_and(locked.id IS NOT NULL) OVER (PARTITION BY aggregate_key ORDER BY wanted.id) AS unbroken
+                  FROM wanted LEFT JOIN locked USING (id)) AS each WHERE unbroken
+        ), claimed AS (
+            UPDATE outbox.outbox
+               SET locked_by = 'limit', lease_id = lease, locked_until = now() + interval '30 s', attempts = attempts + 1
+             WHERE id = ANY (ARRAY(SELECT id FROM prefix)) RETURNING id
+        )
+        SELECT (SELECT array_agg(id) FROM claimed), (SELECT max(aggregate_key) FROM walk) INTO taken, reached;
+        COMMIT;
+        -- The next walk begins behind this one, or once more at the beginning.
+        place := coalesce(reached + 1, -9223372036854775808);
+        IF taken IS NULL THEN
+            IF reached IS NULL THEN idle := idle + 1; END IF;
+        ELSE
+            idle := 0;
+            UPDATE outbox.outbox SET status = 'published', published_at = now(), locked_by = NULL, lease_id = NULL, locked_until = NULL
+             WHERE id = ANY (taken) AND lease_id = lease;
+            COMMIT;
+        END IF;
+    END LOOP;
+END $body$"#;
+
+/// As the relay's sessions are set up.
+const SETTINGS: &str = "SET enable_seqscan = off; SET enable_bitmapscan = off; SET jit = off; SET plan_cache_mode = force_generic_plan";
+
+pub(crate) fn run(bench: &mut Bench) -> Result<()> {
+    for connections in [1, 2] {
+        let others = Others::watch(&bench.server.pid().into_iter().collect::<Vec<_>>());
+        let mut rates = Vec::new();
+        for _ in 0..bench.args.repeat {
+            rates.push(once(bench, connections)?);
+        }
+        let (rate, spread) = median(rates);
+        let name = format!("limit, {connections} connection{}", if connections > 1 { "s" } else { "" });
+        bench.row(Row::new(name, rate, "events/s").notes(spread).notes(others.note()));
+        bench.limit = Some(rate);
+    }
+    Ok(())
+}
+
+fn once(bench: &Bench, connections: u32) -> Result<f64> {
+    let database = bench.server.database()?;
+    let (events, aggregates) = (bench.args.events, bench.args.aggregates);
+    database.fill(&Fill { events, aggregates, ..Fill::default() })?;
+    database.execute(PROCEDURE)?;
+    database.settle()?;
+    let seconds = drain(&database, connections)?;
+    let left = database.count("SELECT count(*) FROM outbox.outbox WHERE status <> 'published'")?;
+    if left > 0 {
+        return Err(format!("the limit left {left} events").into());
+    }
+    Ok(f64::from(events) / seconds)
+}
+
+fn drain(database: &Database, connections: u32) -> Result<f64> {
+    let mut clients = Vec::new();
+    for index in 0..connections {
+        let mut client = database.connect()?;
+        client.batch_execute(SETTINGS)?;
+        // Each at its own part of the keys.
+        let first = i128::from(i64::MIN) + (i128::from(index) << 64) / i128::from(connections);
+        clients.push((client, first));
+    }
+    let started = Instant::now();
+    let threads: Vec<_> = clients
+        .into_iter()
+        .map(|(mut client, first)| {
+            std::thread::spawn(move || client.batch_execute(&format!("CALL bench_limit({first}, 100, 5)")))
+        })
+        .collect();
+    for thread in threads {
+        thread.join().map_err(|_| "a thread panicked")??;
+    }
+    Ok(started.elapsed().as_secs_f64())
+}
