@@ -30,9 +30,8 @@ impl Args {
 }
 
 pub(crate) fn usage() -> String {
-    let mut text = String::from(
-        "Usage: ./run bench [CASE...] [OPTION...]\n\nCases (default: all):\n",
-    );
+    let mut text =
+        String::from("Usage: ./run bench [CASE...] [OPTION...]\n\nCases (default: all):\n");
     for (name, _, what) in CASES {
         text.push_str(&format!("  {name:<10} {what}\n"));
     }
@@ -74,7 +73,9 @@ pub(crate) fn parse(words: &[String]) -> Result<Option<Args>> {
             "--events" => args.events = number(word, value()?)?,
             "--aggregates" => args.aggregates = number(word, value()?)?,
             "--repeat" => args.repeat = number::<usize>(word, value()?)?.max(1),
-            "--seconds" => args.seconds = Duration::from_secs(number::<u64>(word, value()?)?.max(1)),
+            "--seconds" => {
+                args.seconds = Duration::from_secs(number::<u64>(word, value()?)?.max(1))
+            }
             "--scale" => args.scale = number(word, value()?)?,
             "--full" => args.full = true,
             "--json" => args.json = Some(value()?.into()),

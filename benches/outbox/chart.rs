@@ -9,7 +9,8 @@ const WIDTH: f64 = 420.0;
 const STEP: f64 = 24.0;
 
 pub(crate) fn svg(report: &Report) -> String {
-    let rows: Vec<_> = report.rows.iter().filter(|row| row.unit == "events/s" && row.value > 0.0).collect();
+    let rows: Vec<_> =
+        report.rows.iter().filter(|row| row.unit == "events/s" && row.value > 0.0).collect();
     let most = rows.iter().map(|row| row.value).fold(1.0, f64::max);
     let (width, height) = (LEFT + WIDTH + 110.0, STEP * (rows.len() as f64 + 2.0));
     let mut svg = format!(

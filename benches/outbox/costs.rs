@@ -24,7 +24,8 @@ pub(crate) struct Costs {
     pub(crate) hot_share: f64,
 }
 
-const WAL: &str = "SELECT (pg_current_wal_lsn() - '0/0')::bigint";
+/// With the mark [`OWN`].
+const WAL: &str = "SELECT (pg_current_wal_lsn() - '0/0')::bigint /* bench */";
 /// A mark on this program's own statements while relays run, so that they are not counted.
 pub(crate) const OWN: &str = "/* bench */";
 

@@ -1,7 +1,5 @@
 //! The server that `./run bench` started, and a database of its own for each measurement.
 
-use std::time::Duration;
-
 use pg_outbox::Schema;
 use postgres::{Client, NoTls};
 
@@ -127,11 +125,6 @@ impl Database {
 
     pub(crate) fn count(&self, sql: &str) -> Result<i64> {
         Ok(self.connect()?.query_one(sql, &[])?.get(0))
-    }
-
-    /// A little time for what another process does without saying so.
-    pub(crate) fn pause(&self, span: Duration) {
-        std::thread::sleep(span);
     }
 }
 

@@ -16,11 +16,14 @@ use super::{Bench, Result};
 /// Between two looks at the counters.
 const LOOK: Duration = Duration::from_millis(4);
 
+/// The settings of each process, by its number from 1.
+pub(crate) type ForEach = fn(usize) -> Settings;
+
 /// What is to be drained by whom.
 pub(crate) struct Drain {
     pub(crate) events: u32,
     pub(crate) processes: usize,
-    pub(crate) settings: fn(usize) -> Settings,
+    pub(crate) settings: ForEach,
     /// A drain that takes longer than this is an error.
     pub(crate) patience: Duration,
 }
@@ -45,7 +48,7 @@ fn deleting(index: usize) -> Settings {
 
 pub(crate) fn run(bench: &mut Bench) -> Result<()> {
     let limit = bench.limit()?;
-    let kinds: [(&str, usize, fn(usize) -> Settings); 4] = [
+    let kinds: [(&str, usize, ForEach); 4] = [
         ("drain, 1 relay", 1, settings),
         ("drain, 2 relays", 2, recording),
         ("drain, 4 relays", 4, recording),
@@ -109,7 +112,8 @@ impl Drain {
 
     fn wait(&self, database: &Database) -> Result<f64> {
         let mut client = database.connect()?;
-        let sql = format!("SELECT coalesce(sum(published), 0)::bigint FROM outbox.outbox_relay {OWN}");
+        let sql =
+            format!("SELECT coalesce(sum(published), 0)::bigint FROM outbox.outbox_relay {OWN}");
         let look = client.prepare(&sql)?;
         let begun = Instant::now();
         loop {
@@ -118,7 +122,11 @@ impl Drain {
                 return Ok(now());
             }
             if begun.elapsed() > self.patience {
-                return Err(format!("{published} of {} events after {:?}", self.events, self.patience).into());
+                return Err(format!(
+                    "{published} of {} events after {:?}",
+                    self.events, self.patience
+                )
+                .into());
             }
             std::thread::sleep(LOOK);
         }
@@ -129,10 +137,19 @@ impl Drain {
         let events: u64 = seen.iter().map(|seen| seen.events).sum();
         let mut wrong: u64 = seen.iter().map(|seen| seen.out_of_order).sum();
         let mut record: Vec<_> = seen.iter().flat_map(|seen| &seen.record).collect();
-        record.sort_by(|a, b| (a.1, a.0).partial_cmp(&(b.1, b.0)).unwrap_or(std::cmp::Ordering::Equal));
-        wrong += record.windows(2).filter(|pair| pair[0].1 == pair[1].1 && pair[0].2 >= pair[1].2).count() as u64;
+        record.sort_by(|a, b| {
+            (a.1, a.0).partial_cmp(&(b.1, b.0)).unwrap_or(std::cmp::Ordering::Equal)
+        });
+        wrong += record
+            .windows(2)
+            .filter(|pair| pair[0].1 == pair[1].1 && pair[0].2 >= pair[1].2)
+            .count() as u64;
         if events != u64::from(self.events) || wrong > 0 {
-            return Err(format!("{events} of {} events were handled, {wrong} out of order", self.events).into());
+            return Err(format!(
+                "{events} of {} events were handled, {wrong} out of order",
+                self.events
+            )
+            .into());
         }
         Ok(())
     }

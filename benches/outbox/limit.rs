@@ -80,7 +80,8 @@ pub(crate) fn run(bench: &mut Bench) -> Result<()> {
             rates.push(once(bench, connections)?);
         }
         let (rate, spread) = median(rates);
-        let name = format!("limit, {connections} connection{}", if connections > 1 { "s" } else { "" });
+        let name =
+            format!("limit, {connections} connection{}", if connections > 1 { "s" } else { "" });
         bench.row(Row::new(name, rate, "events/s").notes(spread).notes(others.note()));
         bench.limit = Some(rate);
     }
@@ -114,7 +115,9 @@ fn drain(database: &Database, connections: u32) -> Result<f64> {
     let threads: Vec<_> = clients
         .into_iter()
         .map(|(mut client, first)| {
-            std::thread::spawn(move || client.batch_execute(&format!("CALL bench_limit({first}, 100, 5)")))
+            std::thread::spawn(move || {
+                client.batch_execute(&format!("CALL bench_limit({first}, 100, 5)"))
+            })
         })
         .collect();
     for thread in threads {

@@ -32,7 +32,11 @@ fn stat(pid: u32) -> Option<Stat> {
     let ticks = |range: std::ops::Range<usize>| -> Option<f64> {
         fields.get(range)?.iter().map(|field| field.parse::<f64>().ok()).sum()
     };
-    Some(Stat { parent: fields.get(1)?.parse().ok()?, own: ticks(11..13)?, with_children: ticks(11..15)? })
+    Some(Stat {
+        parent: fields.get(1)?.parse().ok()?,
+        own: ticks(11..13)?,
+        with_children: ticks(11..15)?,
+    })
 }
 
 pub(crate) fn parent(pid: u32) -> Option<u32> {
@@ -67,9 +71,16 @@ impl Others {
 fn busy() -> f64 {
     let text = fs::read_to_string("/proc/stat").unwrap_or_default();
     let first = text.lines().next().unwrap_or_default();
-    let ticks: Vec<f64> = first.split_whitespace().skip(1).take(8).filter_map(|t| t.parse().ok()).collect();
+    let ticks: Vec<f64> =
+        first.split_whitespace().skip(1).take(8).filter_map(|t| t.parse().ok()).collect();
     // Not idle, not waiting.
-    ticks.iter().enumerate().filter(|(index, _)| !matches!(index, 3 | 4)).map(|(_, t)| t).sum::<f64>() / TICKS
+    ticks
+        .iter()
+        .enumerate()
+        .filter(|(index, _)| !matches!(index, 3 | 4))
+        .map(|(_, t)| t)
+        .sum::<f64>()
+        / TICKS
 }
 
 fn own(roots: &[u32]) -> f64 {
@@ -87,5 +98,6 @@ fn own(roots: &[u32]) -> f64 {
             None => return false,
         }
     };
-    all.iter().filter(|(pid, _)| descends(**pid)).map(|(_, stat)| stat.with_children).sum::<f64>() / TICKS
+    all.iter().filter(|(pid, _)| descends(**pid)).map(|(_, stat)| stat.with_children).sum::<f64>()
+        / TICKS
 }

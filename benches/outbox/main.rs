@@ -44,12 +44,28 @@ type Case = fn(&mut Bench) -> Result<()>;
 
 /// In the order of the table.
 const CASES: &[(&str, Case, &str)] = &[
-    ("limit", limit::run, "claim and verdict as plain SQL inside the server, on 1 and 2 connections"),
-    ("drain", drain::run, "a backlog spread over many aggregates: 1, 2, 4 processes, delete-on-publish"),
+    (
+        "limit",
+        limit::run,
+        "claim and verdict as plain SQL inside the server, on 1 and 2 connections",
+    ),
+    (
+        "drain",
+        drain::run,
+        "a backlog spread over many aggregates: 1, 2, 4 processes, delete-on-publish",
+    ),
     ("hot", drain::hot, "a backlog of one single aggregate"),
-    ("growth", growth::run, "a drain beside rows that cannot be claimed, against the same drain without them"),
+    (
+        "growth",
+        growth::run,
+        "a drain beside rows that cannot be claimed, against the same drain without them",
+    ),
     ("latency", latency::run, "commit to publish, and what an idle relay costs"),
-    ("writers", writers::run, "append against a bare insert; wake-ups against NOTIFY in every commit"),
+    (
+        "writers",
+        writers::run,
+        "append against a bare insert; wake-ups against NOTIFY in every commit",
+    ),
     #[cfg(feature = "rabbitmq")]
     ("rabbitmq", rabbitmq::run, "end to end, against the same client publishing from memory"),
     ("memory", memory::run, "resident peak of a relay"),

@@ -103,7 +103,8 @@ impl RelayProcess {
         let said: Value = serde_json::from_str(&self.line()?)?;
         self.child.wait()?;
         let record = said["record"].as_array().map_or(&[][..], Vec::as_slice);
-        let entry = |entry: &Value| Some((entry[0].as_f64()?, entry[1].as_u64()?, entry[2].as_i64()?));
+        let entry =
+            |entry: &Value| Some((entry[0].as_f64()?, entry[1].as_u64()?, entry[2].as_i64()?));
         Ok(Seen {
             events: said["events"].as_u64().unwrap_or(0),
             out_of_order: said["out_of_order"].as_u64().unwrap_or(0),
@@ -138,9 +139,11 @@ pub(crate) fn child(words: &[String]) -> Result<()> {
         .retention(None)
         .build()?;
     let url = text("url");
-    let seen = Arc::new(Mutex::new(Log { record: flag("record").then(Vec::new), ..Log::default() }));
+    let seen =
+        Arc::new(Mutex::new(Log { record: flag("record").then(Vec::new), ..Log::default() }));
     let (log, broker) = (Arc::clone(&seen), spec["rabbitmq"].as_str().map(str::to_owned));
-    let publisher = move |_| Counting { log: Arc::clone(&log), inner: broker.as_deref().map(inner) };
+    let publisher =
+        move |_| Counting { log: Arc::clone(&log), inner: broker.as_deref().map(inner) };
     let relay = Relay::new(config, move || Client::connect(&url, NoTls), publisher);
     let stop = relay.stop_handle();
     std::thread::spawn(move || {
@@ -151,7 +154,8 @@ pub(crate) fn child(words: &[String]) -> Result<()> {
     std::io::stdout().flush()?;
     relay.run()?;
     let log = seen.lock().map_err(|_| "a publisher panicked")?;
-    let said = json!({"events": log.events, "out_of_order": log.out_of_order, "record": log.record});
+    let said =
+        json!({"events": log.events, "out_of_order": log.out_of_order, "record": log.record});
     println!("{said}");
     Ok(())
 }
@@ -200,7 +204,8 @@ impl Log {
         for event in wave {
             self.events += 1;
             // Aggregates are named by a letter and a number.
-            let aggregate: u64 = event.aggregate_id.get(1..).and_then(|n| n.parse().ok()).unwrap_or(0);
+            let aggregate: u64 =
+                event.aggregate_id.get(1..).and_then(|n| n.parse().ok()).unwrap_or(0);
             if let Some(record) = &mut self.record {
                 record.push((time, aggregate, event.id));
             }

@@ -93,7 +93,11 @@ impl Report {
     pub(crate) fn table(&self, earlier: Option<&Value>) -> String {
         let mut text = self.conditions.join("; ") + "\n\n| case | figure | ratio | goal | notes |";
         text += if earlier.is_some() { " against before |\n" } else { "\n" };
-        text += if earlier.is_some() { "|---|---|---|---|---|---|\n" } else { "|---|---|---|---|---|\n" };
+        text += if earlier.is_some() {
+            "|---|---|---|---|---|---|\n"
+        } else {
+            "|---|---|---|---|---|\n"
+        };
         for row in &self.rows {
             let _ = write!(
                 text,
@@ -130,7 +134,8 @@ impl Report {
 
     /// An earlier run's JSON.
     pub(crate) fn read(path: &Path) -> Result<Value> {
-        let text = std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| format!("{}: {error}", path.display()))?;
         Ok(serde_json::from_str(&text)?)
     }
 }
