@@ -8,6 +8,7 @@ use super::{Result, database::Database};
 /// The state before.
 pub(crate) struct Meter {
     wal: i64,
+    server_seconds: f64,
 }
 
 #[derive(Debug, Default, Clone)]
@@ -19,6 +20,8 @@ pub(crate) struct Costs {
     pub(crate) claim_ms: f64,
     pub(crate) verdict_ms: f64,
     pub(crate) wal_bytes: f64,
+    /// Processor time, which other programs change much less than the clock.
+    pub(crate) server_seconds: f64,
     /// Row versions that were superseded or deleted, and the share that spared the indexes.
     pub(crate) dead_rows: f64,
     pub(crate) hot_share: f64,
@@ -34,14 +37,17 @@ impl Meter {
         let mut client = database.connect()?;
         client.batch_execute("SELECT pg_stat_reset()")?;
         let _ = client.batch_execute("SELECT pg_stat_statements_reset()");
-        Ok(Self { wal: client.query_one(WAL, &[])?.get(0) })
+        let wal = client.query_one(WAL, &[])?.get(0);
+        Ok(Self { wal, server_seconds: database.server_seconds() })
     }
 
     /// Read after the relays have gone: a server process reports its figures at its end.
     pub(crate) fn stop(&self, database: &Database) -> Result<Costs> {
         let mut client = database.connect()?;
+        let server_seconds = database.server_seconds() - self.server_seconds;
         let wal: i64 = client.query_one(WAL, &[])?.get(0);
-        let mut costs = Costs { wal_bytes: (wal - self.wal) as f64, ..Costs::default() };
+        let wal_bytes = (wal - self.wal) as f64;
+        let mut costs = Costs { wal_bytes, server_seconds, ..Costs::default() };
         let row = client.query_one(
             "SELECT (n_tup_upd + n_tup_del)::float8, n_tup_hot_upd::float8 / greatest(1, n_tup_upd)
                FROM pg_stat_all_tables WHERE relid = 'outbox.outbox'::regclass",

@@ -93,6 +93,11 @@ impl Database {
         Ok(Client::connect(&self.url, NoTls)?)
     }
 
+    /// Seconds of processor time of the whole server, so far.
+    pub(crate) fn server_seconds(&self) -> f64 {
+        machine::tree_seconds(&self.server.pid().into_iter().collect::<Vec<_>>())
+    }
+
     /// Inserts events. Event `i` is of aggregate `i` modulo their number.
     pub(crate) fn fill(&self, fill: &Fill<'_>) -> Result<()> {
         let Fill { events, aggregates, prefix, padding, columns, values } = fill;

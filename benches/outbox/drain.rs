@@ -13,8 +13,10 @@ use super::relay::{RelayProcess, Seen, Settings, now};
 use super::report::{Goal, Row, median};
 use super::{Bench, Result};
 
-/// Between two looks at the counters.
+/// Between two looks at the counters, at first. Later a part of the time so far, so that looking costs a long drain no
+/// more than a short one.
 const LOOK: Duration = Duration::from_millis(4);
+const PART: u32 = 250;
 
 /// The settings of each process, by its number from 1.
 pub(crate) type ForEach = fn(usize) -> Settings;
@@ -32,6 +34,8 @@ pub(crate) struct Drained {
     pub(crate) rate: f64,
     pub(crate) costs: Costs,
     pub(crate) peak_mb: f64,
+    /// Processor time of the relays.
+    pub(crate) relay_seconds: f64,
 }
 
 pub(crate) fn settings(index: usize) -> Settings {
@@ -92,6 +96,12 @@ fn measure(bench: &Bench, name: &str, drain: &Drain, fill: &Fill<'_>) -> Result<
     if drain.processes == 1 {
         row = row.note(format!("peak {:.1} MB", drained.peak_mb));
     }
+    let each = |seconds: f64| seconds * 1e6 / f64::from(drain.events);
+    row = row.note(format!(
+        "{:.1} us of processor time an event in the server, {:.1} in the relay",
+        each(drained.costs.server_seconds),
+        each(drained.relay_seconds)
+    ));
     Ok(row.notes(drained.costs.notes(drain.events)).notes(others.note()))
 }
 
@@ -107,7 +117,9 @@ impl Drain {
         let costs = meter.stop(database)?;
         self.check(&seen)?;
         let peak_mb = seen.iter().map(|seen| seen.peak_mb).fold(0.0, f64::max);
-        Ok(Drained { rate: f64::from(self.events) / (ended - started), costs, peak_mb })
+        let relay_seconds = seen.iter().map(|seen| seen.cpu_seconds).sum();
+        let rate = f64::from(self.events) / (ended - started);
+        Ok(Drained { rate, costs, peak_mb, relay_seconds })
     }
 
     fn wait(&self, database: &Database) -> Result<f64> {
@@ -128,7 +140,7 @@ impl Drain {
                 )
                 .into());
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(LOOK.max(begun.elapsed() / PART));
         }
     }
 

@@ -96,7 +96,9 @@ pub(crate) fn run(bench: &mut Bench) -> Result<()> {
     let events = bench.args.events;
     let clean = drain(bench, &Shape::new("", |_, _| Ok(())), events)?;
     let base = Row::new("growth, nothing beside", clean.rate, "events/s");
-    bench.row(base.note(format!("claims of {} ms", amount(clean.costs.claim_ms))));
+    let scale = if bench.args.full { 1.0 } else { bench.args.scale };
+    let scale = format!("what is beside is {} of the size named", amount(scale));
+    bench.row(base.note(format!("claims of {} ms", amount(clean.costs.claim_ms))).note(scale));
     for shape in shapes() {
         let others = Others::watch(&bench.server.pid().into_iter().collect::<Vec<_>>());
         let drained = drain(bench, &shape, events)?;

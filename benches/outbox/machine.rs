@@ -56,13 +56,13 @@ impl Others {
     pub(crate) fn watch(servers: &[u32]) -> Self {
         let mut roots = servers.to_vec();
         roots.push(std::process::id());
-        Self { since: Instant::now(), busy: busy(), own: own(&roots), roots }
+        Self { since: Instant::now(), busy: busy(), own: tree_seconds(&roots), roots }
     }
 
     /// A note when it was enough to spoil a figure.
     pub(crate) fn note(&self) -> Option<String> {
         let cores = std::thread::available_parallelism().map_or(1.0, |n| n.get() as f64);
-        let spent = (busy() - self.busy) - (own(&self.roots) - self.own);
+        let spent = (busy() - self.busy) - (tree_seconds(&self.roots) - self.own);
         let share = spent / (self.since.elapsed().as_secs_f64() * cores);
         (share > 0.1).then(|| format!("others took {:.0} % of the machine", share * 100.0))
     }
@@ -83,7 +83,8 @@ fn busy() -> f64 {
         / TICKS
 }
 
-fn own(roots: &[u32]) -> f64 {
+/// Seconds of processor time of these processes and all that they started, so far.
+pub(crate) fn tree_seconds(roots: &[u32]) -> f64 {
     let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
     let all: HashMap<u32, Stat> = pids
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())

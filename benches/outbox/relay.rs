@@ -61,6 +61,7 @@ pub(crate) struct Seen {
     /// Handled after a later one of the same aggregate, or again.
     pub(crate) out_of_order: u64,
     pub(crate) peak_mb: f64,
+    pub(crate) cpu_seconds: f64,
     /// Time, aggregate and id of each event, when asked to.
     pub(crate) record: Vec<(f64, u64, i64)>,
 }
@@ -99,6 +100,7 @@ impl RelayProcess {
     /// Stops it and hears what it saw.
     pub(crate) fn stop(mut self) -> Result<Seen> {
         let peak_mb = machine::peak_mb(self.child.id()).unwrap_or(f64::NAN);
+        let cpu_seconds = machine::cpu_seconds(self.child.id()).unwrap_or(f64::NAN);
         drop(self.stdin.take());
         let said: Value = serde_json::from_str(&self.line()?)?;
         self.child.wait()?;
@@ -109,6 +111,7 @@ impl RelayProcess {
             events: said["events"].as_u64().unwrap_or(0),
             out_of_order: said["out_of_order"].as_u64().unwrap_or(0),
             peak_mb,
+            cpu_seconds,
             record: record.iter().filter_map(entry).collect(),
         })
     }
