@@ -4,8 +4,9 @@
 //! nothing is left. The same table with the same rows, order per aggregate kept: the head of an aggregate is locked and
 //! looked at again, and nobody else claims behind a locked head. Rows are found again by their place (`ctid`), which is
 //! the fastest way known, and safe here, where nothing else moves a row between claim and verdict. No client, no round
-//! trip, no payload leaves, nothing for suspects, retries, counters or pauses: with two writes an event to this table, a
-//! relay can hardly do less, so its figure is given as a share of this one.
+//! trip, no payload leaves, nothing for suspects, retries, counters or pauses, and a row of a run that somebody else has
+//! locked would be waited for: with two writes an event to this table, a relay can hardly do less, so its figure is given
+//! as a share of this one.
 
 use std::time::Instant;
 
