@@ -71,8 +71,9 @@ impl Finding {
 /// Checks every rule.
 pub fn check(history: &History) -> Finding {
     let mut finding = Finding::default();
-    let deliveries = deliveries(history, &mut finding);
-    check_order(history, &mut finding);
+    let places = places(history, &mut finding);
+    let deliveries = deliveries(history, &places, &mut finding);
+    check_order(history, &places, &mut finding);
     for (event, arrivals) in history.committed.iter().zip(&deliveries) {
         check_deliveries(history, event, arrivals, &mut finding);
     }
@@ -86,14 +87,23 @@ fn name(event: &Committed) -> String {
     format!("event {} of aggregate {}", event.sequence, event.aggregate)
 }
 
-/// For each committed event the places of its arrivals.
-fn deliveries(history: &History, finding: &mut Finding) -> Vec<Vec<u32>> {
+/// Where each event id stands in what was committed.
+fn places(history: &History, finding: &mut Finding) -> HashMap<u128, usize> {
     let mut places = HashMap::with_capacity(history.committed.len());
     for (place, event) in history.committed.iter().enumerate() {
         if places.insert(event.event_id, place).is_some() {
             finding.add(Rule::Outcomes, || format!("{} has an id that another has", name(event)));
         }
     }
+    places
+}
+
+/// For each committed event the numbers of its arrivals.
+fn deliveries(
+    history: &History,
+    places: &HashMap<u128, usize>,
+    finding: &mut Finding,
+) -> Vec<Vec<u32>> {
     let mut deliveries = vec![Vec::new(); history.committed.len()];
     for (number, arrival) in history.arrivals.iter().enumerate() {
         match places.get(&arrival.event_id) {
@@ -112,12 +122,10 @@ fn deliveries(history: &History, finding: &mut Finding) -> Vec<Vec<u32>> {
 }
 
 /// First deliveries of each aggregate are 1, 2, 3 and so on; only what a person discarded is passed over.
-fn check_order(history: &History, finding: &mut Finding) {
-    let mut places: HashMap<u128, usize> = HashMap::with_capacity(history.committed.len());
+fn check_order(history: &History, places: &HashMap<u128, usize>, finding: &mut Finding) {
     // For each aggregate its slice of what was committed, and how far it has come.
     let mut next: HashMap<u32, usize> = HashMap::new();
     for (place, event) in history.committed.iter().enumerate() {
-        places.insert(event.event_id, place);
         let first = *next.entry(event.aggregate).or_insert(place);
         let expected = (place - first + 1) as u32;
         if event.sequence != expected {

@@ -32,8 +32,10 @@ use writers::{Tally, Writers};
 
 const AGGREGATES: u32 = 300;
 const WRITERS: u32 = 4;
-/// How long what is left may take once everything is healed, for each minute of the run, and at least.
+/// How long what is left may take once everything is healed.
 const DRAIN: Duration = Duration::from_secs(120);
+/// How much longer than its length a run may take, with everything that comes before and after.
+const MOST_MORE: Duration = Duration::from_secs(600);
 const PROGRESS: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, Copy)]
@@ -106,6 +108,7 @@ pub struct Told {
 /// Runs, reports, and panics if the contract was not kept.
 pub fn run(options: &Options) {
     println!("chaos, seed {}: {}", options.seed, options.command());
+    end_at_last(options);
     let stage = &mut Stage::set(options);
     let clock = Clock::start();
     let chaos = Chaos::new(clock, options.length.as_millis() as u64);
@@ -155,6 +158,16 @@ pub fn run(options: &Options) {
         keep_logs(stage, options.seed);
         panic!("the contract was not kept; run it again with: {}", options.command());
     }
+}
+
+/// A run that hangs ends all the same. Its servers and relays end with the process.
+fn end_at_last(options: &Options) {
+    let (most, command) = (options.length + MOST_MORE, options.command());
+    thread::spawn(move || {
+        thread::sleep(most);
+        eprintln!("chaos has not ended within {most:?}; run it again with: {command}");
+        std::process::exit(1);
+    });
 }
 
 /// Everybody does what he does until the time is over, and everything is whole again.
