@@ -159,7 +159,7 @@ fn check_deliveries(history: &History, event: &Committed, arrivals: &[u32], find
     let of = |&number: &u32| -> &Arrival { &history.arrivals[number as usize] };
     let Some(first) = arrivals.first().map(of) else { return };
     if event.is_poison {
-        finding.add(Rule::Outcomes, || format!("{} has no route and arrived", name(event)));
+        finding.add(Rule::Outcomes, || format!("{} is too large and arrived", name(event)));
     }
     for arrival in arrivals.iter().map(of) {
         let claims = arrival.claims.unwrap_or((event.aggregate, event.sequence));

@@ -156,7 +156,7 @@ fn an_event_that_rolled_back() {
 }
 
 #[test]
-fn an_event_without_a_route_that_arrived() {
+fn an_event_that_is_too_large_and_arrived() {
     refuses(Rule::Outcomes, |history| history.committed[0].is_poison = true);
 }
 

@@ -11,7 +11,7 @@ pub struct Committed {
     pub sequence: u32,
     /// Of everything its writer wrote.
     pub content: u64,
-    /// The broker has no queue for it.
+    /// It is too large for the broker.
     pub is_poison: bool,
     pub outcome: Outcome,
 }

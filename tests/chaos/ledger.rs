@@ -21,6 +21,7 @@ CREATE TABLE chaos.written (
 CREATE TABLE chaos.change (
     published bigint, retried bigint, dead bigint, unlawful bigint, stolen bigint, at timestamptz DEFAULT clock_timestamp()
 );
+CREATE TABLE chaos.death (event_id uuid, reason text, at timestamptz DEFAULT clock_timestamp());
 CREATE FUNCTION chaos.note() RETURNS trigger LANGUAGE plpgsql AS $body$
 BEGIN
     INSERT INTO chaos.change
@@ -38,6 +39,9 @@ BEGIN
                count(*) FILTER (WHERE o.locked_until > now() AND n.lease_id <> o.lease_id) AS stolen
           FROM old_rows o JOIN new_rows n USING (id)) AS c
      WHERE published + retried + dead + unlawful + stolen > 0;
+    INSERT INTO chaos.death (event_id, reason)
+    SELECT n.event_id, n.last_error FROM old_rows o JOIN new_rows n USING (id)
+     WHERE o.status = 'pending' AND n.status = 'dead' AND n.event_type <> 'chaos.poison';
     RETURN NULL;
 END $body$;
 CREATE TRIGGER note AFTER UPDATE ON outbox.outbox REFERENCING OLD TABLE AS old_rows NEW TABLE AS new_rows
@@ -61,11 +65,11 @@ pub fn why(client: &mut Client) -> Vec<String> {
     client.query(WHY, &[]).expect(READ).iter().map(|row| row.get(0)).collect()
 }
 
-/// Why events are dead, and how many of each.
+/// Why events died that have nothing wrong with them, and how many of each. Each of them cost an operator's time.
 pub fn reasons(client: &mut Client) -> Vec<(String, i64)> {
     const REASONS: &str =
-        "SELECT left(last_error, 70), count(*) FROM outbox.outbox WHERE status = 'dead'
-         GROUP BY 1 ORDER BY 2 DESC LIMIT 5";
+        "SELECT concat(left(reason, 90), ', first at ', min(at)::timetz(0)), count(*) FROM chaos.death
+         GROUP BY reason ORDER BY 2 DESC LIMIT 5";
     let rows = client.query(REASONS, &[]).expect(READ);
     rows.iter().map(|row| (row.get(0), row.get(1))).collect()
 }

@@ -4,13 +4,15 @@
 //! has, over as many connections as it takes, so a message that is handed to it twice is not taken for two, and
 //! nothing that the broker has lets it lose one. Only a few numbers of each message are kept.
 
+use std::future::Future;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
 use futures_lite::StreamExt;
-use futures_lite::future::block_on;
 use lapin::message::Delivery;
 use lapin::options::{
     BasicAckOptions, BasicConsumeOptions, BasicPublishOptions, BasicQosOptions,
@@ -21,7 +23,7 @@ use lapin::{BasicProperties, Confirmation, Connection, ConnectionProperties};
 use uuid::Uuid;
 
 use super::history::{Arrival, Clock, Hash, content};
-use crate::common::{Rabbit, eventually};
+use crate::common::Rabbit;
 
 pub const EXCHANGE: &str = "chaos";
 const QUEUE: &str = "arrived";
@@ -30,6 +32,9 @@ const BINDING: &str = "chaos.#";
 const LAST: &str = "the end";
 /// Each message is acknowledged once it is recorded, and so many may be on their way.
 const PREFETCH: u16 = 500;
+
+/// A connection that says nothing for so long is given up for another.
+const SILENCE: Duration = Duration::from_secs(8);
 
 /// Headers of the relay that may change from one delivery to the next.
 const CHANGING: [&str; 2] = ["outbox-attempt", "outbox-possible-duplicate"];
@@ -51,7 +56,7 @@ struct State {
     broken: Mutex<Vec<String>>,
 }
 
-/// Where messages go: an exchange, and a stream that gets all of what can be routed.
+/// Where messages go: an exchange, and a stream that gets everything.
 pub fn declare(rabbit: &Rabbit) {
     rabbit.declare_exchange(EXCHANGE, "topic");
     rabbit.declare_queue(QUEUE, serde_json::json!({"x-queue-type": "stream"}));
@@ -66,7 +71,7 @@ impl Recorder {
             let mut next = 0;
             while !recording.state.has_ended.load(Ordering::Relaxed) {
                 recording.state.connections.fetch_add(1, Ordering::Relaxed);
-                if let Err(error) = block_on(recording.record(&mut next)) {
+                if let Err(error) = recording.record(&mut next) {
                     log::info!("the recorder connects again: {error}");
                 }
                 thread::sleep(Duration::from_millis(100));
@@ -95,13 +100,16 @@ impl Recorder {
     /// strange about it.
     pub fn finish(&self, patience: Duration) -> (Vec<Arrival>, Vec<String>) {
         let deadline = Instant::now() + patience;
-        while let Err(error) = block_on(self.send_last()) {
-            assert!(Instant::now() < deadline, "the last message cannot be sent: {error}");
-            thread::sleep(Duration::from_millis(200));
+        let (mut is_sent, mut broken) = (false, Vec::new());
+        while !self.state.has_ended.load(Ordering::Relaxed) {
+            is_sent = is_sent || within(SILENCE, self.send_last()).is_ok_and(|sent| sent.is_ok());
+            if Instant::now() >= deadline {
+                broken.push(format!("the queue was not read to its end within {patience:?}"));
+                break;
+            }
+            thread::sleep(Duration::from_millis(100));
         }
-        let has_ended = || self.state.has_ended.load(Ordering::Relaxed);
-        eventually("the recorder has read everything", patience, has_ended);
-        let broken = std::mem::take(&mut *self.state.broken.lock().expect("no panic there"));
+        broken.append(&mut self.state.broken.lock().expect("no panic there"));
         (std::mem::take(&mut *self.arrivals()), broken)
     }
 
@@ -125,29 +133,33 @@ impl Recorder {
         if matches!(confirm, Confirmation::Ack(None)) { Ok(()) } else { Err("no confirm".into()) }
     }
 
-    /// Reads from the offset on until the connection is lost or the last message has come.
-    async fn record(&self, next: &mut i64) -> lapin::Result<()> {
-        let connection = Connection::connect(&self.url, ConnectionProperties::default()).await?;
-        let channel = connection.create_channel().await?;
-        channel.basic_qos(PREFETCH, BasicQosOptions::default()).await?;
-        let mut from = FieldTable::default();
-        from.insert("x-stream-offset".into(), AMQPValue::LongLongInt(*next));
-        let (queue, tag) = (ShortString::from(QUEUE), ShortString::from("recorder"));
-        let mut consumer =
-            channel.basic_consume(queue, tag, BasicConsumeOptions::default(), from).await?;
-        while let Some(delivery) = consumer.next().await {
-            let delivery = delivery?;
+    /// Reads from the offset on until the connection is lost or silent, or the last message has come.
+    fn record(&self, next: &mut i64) -> Result<(), Box<dyn std::error::Error>> {
+        let opening = async {
+            let connection =
+                Connection::connect(&self.url, ConnectionProperties::default()).await?;
+            let channel = connection.create_channel().await?;
+            channel.basic_qos(PREFETCH, BasicQosOptions::default()).await?;
+            let mut from = FieldTable::default();
+            from.insert("x-stream-offset".into(), AMQPValue::LongLongInt(*next));
+            let (queue, tag) = (ShortString::from(QUEUE), ShortString::from("recorder"));
+            let options = BasicConsumeOptions::default();
+            let consumer = channel.basic_consume(queue, tag, options, from).await?;
+            lapin::Result::Ok((connection, consumer))
+        };
+        let (connection, mut consumer) = within(SILENCE, opening)??;
+        while !self.state.has_ended.load(Ordering::Relaxed) {
+            // A stream that was just recovered may take a consumer and never send it anything.
+            let Ok(delivery) = within(SILENCE, consumer.next()) else { break };
+            let delivery = delivery.ok_or("the consumer was cancelled")??;
             let offset = offset(&delivery);
             if offset >= *next {
                 *next = offset + 1;
                 self.take(&delivery);
             }
-            delivery.ack(BasicAckOptions::default()).await?;
-            if self.state.has_ended.load(Ordering::Relaxed) {
-                break;
-            }
+            within(SILENCE, delivery.ack(BasicAckOptions::default()))??;
         }
-        Ok(())
+        Ok(within(SILENCE, connection.close(200, "".into()))??)
     }
 
     fn take(&self, delivery: &Delivery) {
@@ -169,6 +181,29 @@ impl Recorder {
                 }
             }
         }
+    }
+}
+
+/// Drives a future on this thread, for so long at most.
+fn within<T>(time: Duration, future: impl Future<Output = T>) -> Result<T, &'static str> {
+    struct Unpark(Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let (waker, deadline) =
+        (Waker::from(Arc::new(Unpark(thread::current()))), Instant::now() + time);
+    let mut future = pin!(future);
+    loop {
+        if let Poll::Ready(value) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return Ok(value);
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err("no answer in time");
+        }
+        thread::park_timeout(left);
     }
 }
 

@@ -14,6 +14,8 @@ use crate::common::{Database, Rabbit, Server};
 pub const LEASE: Duration = Duration::from_secs(6);
 pub const WORKERS: usize = 2;
 pub const BATCH: usize = 50;
+/// Larger payloads are refused for good.
+pub const MOST_BYTES: usize = 200_000;
 /// Longer than the relay's own `shutdown_timeout` and the watch over it.
 const STOP: Duration = Duration::from_secs(12);
 
@@ -36,6 +38,8 @@ const SETTINGS: &[&str] = &[
     "--listen=off",
     "--log-level=info",
     "--wake-ups=true",
+    // While RabbitMQ comes back, it says of a stream for seconds that it is not there.
+    "--retry-unroutable=true",
     "--exchange",
     EXCHANGE,
     "--routing-key",
@@ -97,6 +101,7 @@ impl Relay {
         command
             .arg("run")
             .arg(format!("--relay-id={}", Self::application(self.number)))
+            .arg(format!("--max-body-bytes={MOST_BYTES}"))
             .args(SETTINGS)
             .env("DATABASE_URL", &self.database_url)
             .env("PG_OUTBOX_BROKER", &self.broker_url)

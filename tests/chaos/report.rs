@@ -68,7 +68,7 @@ pub fn page(told: &Told, history: &History, finding: &Finding) -> String {
     line("duplicates", duplicates(finding));
     line("at the end", outcomes(history));
     for (reason, count) in &told.dead {
-        line("  dead", format!("{count} of: {reason}"));
+        line("healthy events that died", format!("{count} of: {reason}"));
     }
     line(
         "operator",

@@ -45,7 +45,7 @@ pub fn sample(chaos: &Chaos, url: &str, seen: &Seen) {
     }
 }
 
-/// Requeues what died of too many crashes, and discards some of what has no route, so that aggregates go on. What was
+/// Requeues what died of too many crashes, and discards what is too large at times, so that aggregates go on. What was
 /// requeued may die again.
 pub fn operate(chaos: &Chaos, url: &str, seed: u64, seen: &Seen) {
     let mut rng = fastrand::Rng::with_seed(seed ^ 0x4f);
@@ -68,7 +68,7 @@ fn deal(client: &mut Client, what: u32, seen: &Seen) -> Result<(), Error> {
     let schema = Schema::default();
     if what == 0 {
         let poison = Filter::builder().event_type(POISON).build()?;
-        let gone = dead_letters::discard(client, &schema, &poison, "chaos", "no route")?;
+        let gone = dead_letters::discard(client, &schema, &poison, "chaos", "too large")?;
         seen.discarded.fetch_add(gone.len() as u64, Ordering::Relaxed);
     } else {
         let back = dead_letters::requeue(client, &schema, &Filter::everything(), None)?;

@@ -17,11 +17,12 @@ use postgres::{Client, NoTls, Transaction};
 use uuid::Uuid;
 
 use super::history::content;
+use super::relays::MOST_BYTES;
 
 pub const TYPES: [&str; 3] = ["order", "invoice", "parcel"];
-/// Of so many aggregates one gets events that the broker has no queue for.
+/// Of so many aggregates one gets events that are too large for the broker.
 const POISONED: u32 = 40;
-pub const POISON: &str = "nowhere.to.go";
+pub const POISON: &str = "chaos.poison";
 
 /// What writers did, as they saw it.
 #[derive(Debug, Default)]
@@ -181,9 +182,10 @@ impl Writer {
         for aggregate in aggregates {
             for _ in 0..self.rng.u32(1..=4) {
                 let is_poisoned = aggregate % POISONED == POISONED - 1;
-                let is_poison = is_poisoned && self.rng.u32(..10) == 0;
+                let is_poison = is_poisoned && self.rng.u32(..15) == 0;
                 let event_id = Uuid::from_u128(self.rng.u128(..));
-                drafts.push(Draft { aggregate, event_id, is_poison, size: self.size() });
+                let size = if is_poison { MOST_BYTES + 1 } else { self.size() };
+                drafts.push(Draft { aggregate, event_id, is_poison, size });
             }
         }
         drafts
@@ -191,7 +193,7 @@ impl Writer {
 
     fn size(&mut self) -> usize {
         match self.rng.u32(..1_000) {
-            0 => self.rng.usize(100_000..400_000),
+            0 => self.rng.usize(50_000..MOST_BYTES),
             1..=20 => self.rng.usize(2_000..30_000),
             21..=40 => 0,
             _ => self.rng.usize(1..600),
