@@ -3,12 +3,15 @@
 
 mod common;
 
+use std::io::{ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
-use std::{env, fs};
+use std::{env, fs, thread};
 
-use common::process::{self, is_running, signal};
+use common::process::{self, free_port, is_running, signal};
+use common::proxy::{Direction, Mode, Proxy};
 use common::{Database, Rabbit, Server, eventually};
 use postgres::{Client, NoTls};
 use serde_json::json;
@@ -180,4 +183,98 @@ fn living_in(folder: &Path) -> Vec<u32> {
     };
     let lives = |pid: &u32| is_running(*pid) && (says(*pid, "cmdline") || says(*pid, "environ"));
     process::all().filter(lives).collect()
+}
+
+/// A server that sends back what it gets, and the proxy in front of it.
+fn behind_a_proxy() -> (Proxy, impl Fn() -> TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let proxy = Proxy::start(listener.local_addr().unwrap().port());
+    thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            thread::spawn(move || std::io::copy(&mut &stream, &mut &stream));
+        }
+    });
+    let port = proxy.port();
+    let connect = move || {
+        let client = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        client.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+        client
+    };
+    (proxy, connect)
+}
+
+/// What comes back within the client's patience: `None` for nothing, empty for the end.
+fn says(mut client: &TcpStream, word: &[u8]) -> Option<Vec<u8>> {
+    let _ = client.write_all(word);
+    hears(client)
+}
+
+fn hears(mut client: &TcpStream) -> Option<Vec<u8>> {
+    let mut answer = [0; 64];
+    match client.read(&mut answer) {
+        Ok(length) => Some(answer[..length].to_vec()),
+        Err(error) if error.kind() == ErrorKind::WouldBlock => None,
+        Err(_) => Some(Vec::new()),
+    }
+}
+
+fn some(word: &[u8]) -> Option<Vec<u8>> {
+    Some(word.to_vec())
+}
+
+#[test]
+fn a_proxy_carries_stalls_and_resets() {
+    let (proxy, connect) = behind_a_proxy();
+    let client = connect();
+    assert_eq!(says(&client, b"one"), some(b"one"));
+    proxy.set(Mode::Stall);
+    assert_eq!(says(&client, b"two"), None);
+    let late = connect();
+    assert_eq!(says(&late, b"late"), None);
+    proxy.set(Mode::Delay(Duration::from_millis(1)));
+    eventually("what was stalled goes on", SOON, || hears(&client) == some(b"two"));
+    eventually("and what came meanwhile", SOON, || hears(&late) == some(b"late"));
+    proxy.set(Mode::Pass);
+    proxy.reset();
+    assert_eq!((says(&client, b"three"), proxy.connections()), (some(b""), 0));
+    assert_eq!(says(&connect(), b"four"), some(b"four"));
+}
+
+#[test]
+fn a_proxy_loses_bytes_and_never_goes_on_after_a_hole() {
+    for direction in [Direction::ToServer, Direction::ToClient] {
+        let (proxy, connect) = behind_a_proxy();
+        let (client, idle) = (connect(), connect());
+        assert_eq!((says(&client, b"one"), says(&idle, b"idle")), (some(b"one"), some(b"idle")));
+        proxy.set(Mode::Drop(direction));
+        assert_eq!(says(&client, b"two"), None, "{direction:?}");
+        proxy.set(Mode::Pass);
+        assert_eq!(says(&client, b"three"), some(b""), "{direction:?}");
+        assert_eq!(says(&idle, b"idle"), some(b"idle"), "nothing of it was lost");
+    }
+}
+
+#[test]
+fn a_proxy_swallows_a_reply_and_ends_the_connection() {
+    let (proxy, connect) = behind_a_proxy();
+    let client = connect();
+    assert_eq!(says(&client, b"one"), some(b"one"));
+    proxy.swallow_replies(1);
+    assert_eq!(says(&client, b"two"), some(b""));
+    assert_eq!(says(&connect(), b"three"), some(b"three"));
+}
+
+#[test]
+fn a_proxy_ends_with_its_value_and_without_its_server() {
+    let port = free_port();
+    let proxy = Proxy::start(port);
+    let mut client = TcpStream::connect(("127.0.0.1", proxy.port())).unwrap();
+    assert_eq!(client.read(&mut [0]).unwrap_or(0), 0, "nobody is there");
+    let (proxy, connect) = behind_a_proxy();
+    let client = connect();
+    assert_eq!(says(&client, b"one"), some(b"one"));
+    let port = proxy.port();
+    drop(proxy);
+    assert_eq!(says(&client, b"two"), some(b""));
+    assert!(TcpStream::connect(("127.0.0.1", port)).is_err());
 }

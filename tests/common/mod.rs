@@ -8,6 +8,7 @@
 pub mod driver;
 pub mod postgres;
 pub mod process;
+pub mod proxy;
 pub mod rabbitmq;
 pub mod wait;
 
