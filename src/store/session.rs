@@ -158,8 +158,9 @@ pub fn is_pooled(first: &mut Client, second: &mut Client) -> Result<bool, Error>
         const PID: &str = "SELECT pg_backend_pid()";
         let pid = |rows: Vec<Row>| rows.first().map(|row| row.get::<_, i32>(0));
         let before = pid(first.query_typed(PID, &[])?);
-        // Keeps the server process that a pooler would hand out next.
+        // Keeps the server process that a pooler would hand out next, and not for long should the network stall here.
         let mut transaction = second.transaction()?;
+        transaction.batch_execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")?;
         let other = pid(transaction.query_typed(PID, &[])?);
         let after = pid(first.query_typed(PID, &[])?);
         transaction.rollback()?;
